@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
-from .contract import Contract, Rope, Wiring
+from .contract import Contract, Rope, Wiring, parameter_shapes
 from .findings import KitError
 
 # (layer, q [..., heads, rows, D], k [..., kv, rows, D], v [..., kv, rows, D]) -> [..., heads, rows, D]
@@ -181,44 +181,15 @@ class Drafter(nn.Module):
 
     def to_target(self, draft_ids: Tensor) -> Tensor:  # [...] draft ids -> [...] target ids
         """Draft ids to target ids; an id past the vocabulary (a broken map) wraps, as it can match nothing anyway."""
-        if self.wiring.d2t == "identity":
-            return draft_ids
-        offsets = self.d2t[draft_ids]
-        return (offsets if self.wiring.d2t == "absolute" else draft_ids + offsets) % len(self.target_embed)
+        offsets, mode = self.d2t[draft_ids] if self.wiring.d2t != "identity" else 0, self.wiring.d2t
+        start = {"absolute": 0, "doubled": 2 * draft_ids}.get(mode, draft_ids)
+        return (start + offsets) % len(self.target_embed)
 
     def draft(self, hidden: Tensor) -> Tensor:  # [rows, H] -> [rows] greedy target ids
         return self.to_target(self.logits(hidden).argmax(-1))
 
     def _bias(self, name: str) -> Tensor | None:
         return self[name] if name in self.shapes else None
-
-
-def parameter_shapes(contract: Contract, wiring: Wiring) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every parameter that runs under this wiring (d2t apart)."""
-    c, shapes = contract, {}
-    h, q, kv = c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim
-    if wiring.fc:
-        shapes["fc.weight"] = (h, c.aux_states * c.target_hidden)
-        if "fc.bias" in c.has:
-            shapes["fc.bias"] = (h,)
-        if wiring.norm_before_fc:
-            shapes["input_norm.weight"] = (c.aux_states * c.target_hidden,)
-        if wiring.fc_norm:
-            shapes |= {f"fc_norm.{i}.weight": (c.target_hidden,) for i in range(c.aux_states)}
-    for i in range(c.layers):
-        p, width = f"layers.{i}.", 2 * h if i == 0 else h
-        shapes |= {p + f"self_attn.{n}_proj.weight": (rows, width) for n, rows in (("q", q), ("k", kv), ("v", kv))}
-        shapes[p + "self_attn.o_proj.weight"] = (h, q)
-        shapes |= {p + f"mlp.{n}_proj.weight": (c.intermediate, h) for n in ("gate", "up")}
-        shapes[p + "mlp.down_proj.weight"] = (h, c.intermediate)
-        norms = ("input_layernorm", "hidden_norm") if i == 0 else (wiring.later_norm,)
-        shapes |= {p + f"{n}.weight": (h,) for n in (*norms, "post_attention_layernorm")}
-    shapes["norm.weight"] = (h,)
-    if wiring.head_source == "own":
-        shapes["lm_head.weight"] = (c.draft_vocab, h)
-    if wiring.embed_source == "own":
-        shapes["embed_tokens.weight"] = (c.vocab, h)
-    return shapes
 
 
 def load_drafter(

@@ -187,6 +187,7 @@ class Report:
         order = sorted(self.findings, key=lambda f: (not f.is_error, STATUSES.index(f.status), f.code))
         blocks = [str(f) for f in order]
         blocks += [f"[?] not run: {n['slug']} ({n['reason']})" for n in self.not_run]
+        blocks += [f"note: {c}" for c in self.extra.get("caveats", ())]
         return "\n".join([*blocks, self.verdict()])
 
 

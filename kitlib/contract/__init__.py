@@ -6,7 +6,9 @@ carries its provenance in `Contract.sources`.
 
 from __future__ import annotations
 
-from .dialects import Contract, TargetInfo
+from .contract import Contract, parameter_shapes
+from .dialects import lookup
+from .target import TargetInfo
 from .wiring import Rope, Wiring, default_boundaries
 
-__all__ = ["Contract", "Rope", "TargetInfo", "Wiring", "default_boundaries"]
+__all__ = ["Contract", "Rope", "TargetInfo", "Wiring", "default_boundaries", "lookup", "parameter_shapes"]

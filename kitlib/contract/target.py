@@ -1,0 +1,50 @@
+"""What the kit needs to know of a target, from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..findings import KitError
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What the kit needs to know of a target, from its config.json alone."""
+
+    architecture: str
+    hidden: int
+    vocab: int
+    layers: int
+    tie: bool
+    max_positions: int | None
+    config: Mapping[str, Any]
+    path: str = ""
+
+    @classmethod
+    def of(cls, path: str | Path) -> TargetInfo:
+        """Read a model folder or a config.json; the text part of multimodal wrappers is found by name."""
+        file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
+        try:
+            whole = json.loads(file.read_text(encoding="utf-8"))
+            text = next((whole[k] for k in ("text_config", "language_config", "llm_config") if k in whole), whole)
+            return cls(
+                architecture=str((whole.get("architectures") or [""])[0]),
+                hidden=int(text["hidden_size"]),
+                vocab=int(text["vocab_size"]),
+                layers=int(text["num_hidden_layers"]),
+                tie=bool(whole.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+                max_positions=text.get("max_position_embeddings"),
+                config=text,
+                path=str(path),
+            )
+        except OSError as error:
+            raise KitError(f"Cannot read the target's {file}: {error.strerror}; give a model folder.") from None
+        except KeyError as error:
+            raise KitError(f"The target's {file} has no {error}; is it a language model's config?") from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise KitError(f"The target's {file} is not a model config ({error}); give a model folder.") from None

@@ -1,0 +1,7 @@
+"""Engine knowledge as data (`*.toml`, one file an engine) and the rules that read it."""
+
+from __future__ import annotations
+
+from .rules import Engine, Fate, Served, accept_rate, served
+
+__all__ = ["Engine", "Fate", "Served", "accept_rate", "served"]

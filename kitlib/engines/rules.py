@@ -1,0 +1,259 @@
+"""Reads an engine's data file and says how that engine would run a drafter: the served wiring, tensor by tensor."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from ..checkpoint import Checkpoint
+from ..contract import Contract, TargetInfo, Wiring, default_boundaries, lookup, parameter_shapes
+from ..findings import KitError
+
+STACKED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+RATES: dict[str, Callable[[float, float, int, int], float | None]] = {
+    "none": lambda a, v, D, S: None,
+    "(a+v)/(v*(S+1))": lambda a, v, D, S: (a + v) / (v * (S + 1)),
+    "(a+v)/(v*D)": lambda a, v, D, S: (a + v) / (v * D),
+    "a/(v*(D-1))": lambda a, v, D, S: a / (v * (D - 1)),
+}
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What the engine does with one tensor of the file."""
+
+    name: str  # in the file
+    status: str  # loaded | renamed | dropped | refused | ignored (by design) | overwritten (by the target's)
+    into: str = ""  # the engine's parameter
+
+
+@dataclass(frozen=True)
+class Served:
+    """How one release runs one drafter under these flags."""
+
+    engine: str  # "sglang==0.5.9"
+    wiring: Wiring
+    fates: tuple[Fate, ...]
+    missing: tuple[str, ...]  # canonical names of parameters that get nothing
+    refused: str = ""  # why the engine would not start, in one sentence
+    capture_off: str = ""  # "" | "config" | "algorithm": which of the two routes of K133
+    caveat: str = ""  # e.g. a release that was not read
+    sources: tuple[str, ...] = ()  # the data entries used
+
+    def of(self, *statuses: str) -> tuple[Fate, ...]:
+        return tuple(f for f in self.fates if f.status in statuses)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine's data. `entry` finds the row of a table that holds for a release."""
+
+    name: str
+    data: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, name: str = "sglang") -> Engine:
+        return _load(name)
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        return tuple(self.data["engine"]["read"])
+
+    @property
+    def default(self) -> str:
+        """The installed release where it is known, else the data file's default."""
+        return self.data["engine"]["default"]
+
+    def entries(self, table: str, release: str, **match: Any) -> list[Mapping[str, Any]]:
+        """All rows of a table whose window holds `release` and whose fields equal `match`."""
+        rows = (r for r in self.data.get(table, ()) if all(r.get(k) == v for k, v in match.items()))
+        return [r for r in rows if SpecifierSet(r["window"]).contains(release, prereleases=True)]
+
+    def entry(self, table: str, release: str, **match: Any) -> Mapping[str, Any] | None:
+        """The one row that holds; the schema test sees to it that windows do not overlap."""
+        return next(iter(self.entries(table, release, **match)), None)
+
+    def resolve(self, spec: str) -> tuple[str, ...]:
+        """Releases of a specifier: `sglang==0.5.9`, `>=0.5.6,<=0.5.9`, `0.5.9`, `all`, or "" for the default."""
+        text = spec.strip().removeprefix(self.name).strip()
+        if not text:
+            return (self.default,)
+        if text == "all":
+            return self.releases
+        try:
+            if text[0].isdigit():
+                text = f"=={text}"
+            specifiers = SpecifierSet(text)
+            exact = [s.version for s in specifiers if s.operator == "==" and "*" not in s.version]
+            return tuple(exact) or tuple(r for r in self.releases if r in specifiers) or _nothing(self, spec)
+        except (InvalidSpecifier, InvalidVersion):
+            raise KitError(f"{spec!r} is no engine release; write for example {self.name}==0.5.9, or all.") from None
+
+    def known(self, release: str) -> tuple[str, str]:
+        """The release whose rules hold, and a caveat where this one itself was not read."""
+        releases = [Version(r) for r in self.releases]
+        try:
+            wanted = Version(release)
+        except InvalidVersion:
+            raise KitError(f"{release!r} is no release of {self.name}; write for example 0.5.9.") from None
+        if wanted in releases:
+            return release, ""
+        older = [r for r in releases if r < wanted]
+        if not older:
+            raise KitError(f"{self.name} {release} is older than all releases that were read ({self.releases[0]}).")
+        newer = "newer than all that were read" if older[-1] == releases[-1] else "not read"
+        return str(older[-1]), f"{self.name} {release} is {newer}; judged by the rules of {older[-1]}"
+
+
+@cache
+def _load(name: str) -> Engine:
+    file = Path(__file__).parent / f"{name}.toml"
+    if not file.exists():
+        known = ", ".join(sorted(p.stem for p in file.parent.glob("*.toml")))
+        raise KitError(f"The kit knows no engine {name!r}; it knows {known}.")
+    return Engine(name, tomllib.loads(file.read_text(encoding="utf-8")))
+
+
+def _nothing(engine: Engine, spec: str) -> tuple[str, ...]:
+    raise KitError(f"No release of {engine.name} that was read fits {spec!r}; they are {', '.join(engine.releases)}.")
+
+
+def accept_rate(release: str, a: float, v: float, draft_tokens: int, steps: int, engine: str = "sglang") -> tuple:
+    """The accept rate that this release's log prints, and its formula; (None, "none") where it prints no rate."""
+    loaded = Engine.load(engine)
+    row = loaded.entry("rate", loaded.known(release)[0])
+    if not row or not v:
+        return None, row["formula"] if row else "unknown"
+    return RATES[row["formula"]](a, v, draft_tokens, steps), row["formula"]
+
+
+def served(
+    checkpoint: Checkpoint,
+    contract: Contract,
+    release: str,
+    *,
+    target: TargetInfo | None = None,
+    algorithm: str = "EAGLE3",
+    engine: str = "sglang",
+) -> Served:
+    """How this release would run the drafter. Files and flags decide; nothing is loaded."""
+    loaded = Engine.load(engine)
+    known, caveat = loaded.known(release)
+    rows = {t: loaded.entry(t, known) for t in ("loader", "config", "fc", "capture", "d2t", "head", "later_norm")}
+    rule = loaded.entry("algorithm", known, name=algorithm)
+    if rule is None:
+        raise KitError(f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here.")
+    trained = contract.trained(target or _shallow(contract))
+    flags = {f: bool(getattr(trained, f)) and bool(loaded.entry("flag", known, name=f)) for f in ("norm_before_fc", "fc_norm")}
+    output = contract.norm_output and bool(loaded.entry("flag", known, name="norm_output"))
+    switch = lookup(checkpoint.config, rows["capture"]["switch"])
+    off = "algorithm" if not rule["capture"] else "config" if switch is False else ""
+    own_embed = contract.target_hidden != contract.hidden
+    wiring = trained.but(
+        boundaries=_captured(checkpoint, contract, rows["capture"], target) or trained.boundaries,
+        capture="final" if off else "boundaries",
+        fc=(contract.target_hidden if off else contract.aux_states * contract.target_hidden) != contract.hidden,
+        residual="hidden",
+        feedback="post-norm" if output else "pre-norm",
+        later_norm=rows["later_norm"]["norm"],
+        embed_source="own" if own_embed else rows["head"]["embedding"],
+        head_source="target" if rule["head"] == "target" else "embedding" if contract.tie else "own",
+        d2t="offset" if rule["d2t"] and "d2t" in contract.has else "identity",
+        logit_cut=contract.draft_vocab if rule["cut"] or (contract.tie and rule["head"] != "target") else None,
+        **flags,
+    )
+    fates, arrived = _fates(checkpoint, contract, wiring, rows["loader"])
+    missing = tuple(n for n in parameter_shapes(contract, wiring) if n not in arrived)
+    refused = _refusal(checkpoint, contract, fates, rows)
+    sources = tuple(r["source"] for r in (*rows.values(), rule) if r)
+    final = wiring.but(dropped=missing)
+    return Served(f"{engine}=={release}", final, fates, missing, refused, off, caveat, sources)
+
+
+def _shallow(contract: Contract) -> TargetInfo | None:
+    """Without a target the boundaries may be unknown; names and flags can still be judged."""
+    if contract.boundaries:
+        return None
+    return TargetInfo("", contract.target_hidden, contract.vocab, 32, False, None, {})
+
+
+def _captured(
+    checkpoint: Checkpoint, contract: Contract, row: Mapping[str, Any], target: TargetInfo | None
+) -> tuple[int, ...] | None:
+    """Boundaries the engine captures: explicit ids where it reads them, else its default for this depth."""
+    ids = lookup(checkpoint.config, row["ids"])
+    if isinstance(ids, list) and ids:
+        return tuple(int(i) + row["shift"] for i in ids)
+    return default_boundaries(target.layers) if target else None
+
+
+def _fates(
+    checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapping[str, Any]
+) -> tuple[tuple[Fate, ...], set[str]]:
+    """Replay the release's own load_weights on names alone: (fates, canonical names that arrived)."""
+    whole = wiring.but(fc=True, embed_source="own", head_source="own")  # fc, embedding and head are always built
+    built = parameter_shapes(contract, whole)
+    layers = range(1 if row["layers"] == "one" else contract.layers)
+    parameters = {_engine_name(n, row["block"]): n for n in built if not n.startswith("layers.") or int(n.split(".")[1]) in layers}
+    fates, arrived = [], set()
+    for name in checkpoint.tensors:
+        if "d2t" in name or "t2d" in name:
+            fates.append(Fate(name, "loaded" if "d2t" in name else "ignored", "hot_token_id" if "d2t" in name else ""))
+            continue
+        new = name
+        for old, to in row["rename"]:
+            new = new.replace(old, to)
+        if row["prefix"] == "always":
+            tries = [new if "lm_head" in new else f"model.{new}"]
+        else:
+            tries = [new, f"model.{new}"]
+        into = next((t for t in tries if t in parameters), None)
+        if into is None:
+            stacked = any(part in name for part in STACKED)
+            fate = row["unknown_stacked" if stacked else "unknown"]
+            fates.append(Fate(name, "refused" if fate == "error" else "dropped"))
+            continue
+        canonical = parameters[into]
+        taken = canonical == "lm_head.weight" and wiring.head_source != "own"
+        taken |= canonical == "embed_tokens.weight" and wiring.embed_source != "own"
+        status = "overwritten" if taken else "renamed" if new != name else "loaded"
+        fates.append(Fate(name, status, into))
+        arrived.add(canonical)
+    return tuple(fates), arrived
+
+
+def _engine_name(canonical: str, block: str) -> str:
+    if canonical == "lm_head.weight":
+        return canonical
+    if canonical.startswith("layers."):
+        _, index, rest = canonical.split(".", 2)
+        return f"model.{block.format(i=index)}.{rest}"
+    return f"model.{canonical}"
+
+
+def _refusal(checkpoint: Checkpoint, contract: Contract, fates: tuple[Fate, ...], rows: Mapping[str, Any]) -> str:
+    """Why this release would not start with these files, or ""."""
+    config = checkpoint.config
+    if not config:
+        return "there is no config.json beside the tensors"
+    if "transformer_layer_config" in config and rows["config"]["nested"] == "refused":
+        return "config.json nests the layer's sizes under transformer_layer_config (speculators), which it does not read"
+    if contract.architecture not in rows["config"]["architectures"]:
+        known = ", ".join(rows["config"]["architectures"])
+        return f"the architecture {contract.architecture or '(none)'} is not registered; the drafter class is {known}"
+    if rows["loader"]["layers"] == "one" and contract.layers != 1:
+        return f"the drafter has {contract.layers} layers, this release builds exactly one"
+    if "draft_vocab_size" not in config:
+        return "config.json has no draft_vocab_size, which the drafter class reads"
+    if rows["d2t"]["absent"] == "error" and "d2t" not in contract.has:
+        return "there is no d2t, and this release reads it without asking"
+    if hit := next((f for f in fates if f.status == "refused"), None):
+        return f"the name {hit.name} raises KeyError in this release's loader"
+    return ""
