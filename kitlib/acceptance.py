@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class Acceptance:
     def conditional(self) -> list[float]:
         """Acceptance of position i where it was reached (speculators' cond_acc, SpecForge's acc)."""
         joint = [1.0, *self.by_position]
-        return [b / a if a else float("nan") for a, b in zip(joint, joint[1:])]  # noqa: B905
+        return [b / a if a else float("nan") for a, b in pairwise(joint)]
 
     def interval(self, level: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
         """Bootstrap over prompts of the accept length (rounds of one prompt are not independent)."""

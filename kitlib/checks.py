@@ -47,7 +47,9 @@ def key_naming(case: Case) -> Iterator[Finding]:
     total = len(case.checkpoint.tensors)
     rule = f"rule: {case.served.sources[0]}"
     if not names:
-        yield Finding.of("K102", status="pass", engine=case.engine, evidence=[Evidence("header", f"{total} tensors · {rule}")])
+        yield Finding.of(
+            "K102", status="pass", engine=case.engine, evidence=[Evidence("header", f"{total} tensors · {rule}")]
+        )
         return
     refused = any(f.status == "refused" for f in case.served.fates)
     what = "raises KeyError on them" if refused else "drops them without a message"
@@ -102,7 +104,9 @@ def vocab_map(case: Case) -> Iterator[Finding]:
     c = case.contract
     if "d2t" not in c.has:
         if c.draft_vocab == c.vocab:
-            yield Finding.of("K110", "the draft vocabulary is the whole vocabulary; no map is needed", status="not-applicable")
+            yield Finding.of(
+                "K110", "the draft vocabulary is the whole vocabulary; no map is needed", status="not-applicable"
+            )
             return
         title = f"there is no d2t, although the draft vocabulary has {c.draft_vocab} of {c.vocab} ids"
         yield Finding.of("K110", title, evidence=[Evidence("header", "no tensor named d2t")])
@@ -115,8 +119,8 @@ def vocab_map(case: Case) -> Iterator[Finding]:
         problem = f"d2t has {len(d2t)} entries, the head {c.draft_vocab} rows"
     elif not d2t.any() and c.draft_vocab < c.vocab:
         problem = "d2t is all zeros although the vocabulary is reduced: the map never left its start"
-    elif (np.diff(d2t) > 0).all() and ((ids >= c.vocab).any() or (d2t >= np.arange(len(d2t))).all() and d2t[-1] > c.vocab - len(d2t)):
-        problem = "d2t rises strictly and i + d2t[i] leaves the vocabulary: these are absolute ids, not offsets"
+    elif (np.diff(d2t) > 0).all() and d2t.max(initial=0) > c.vocab - len(d2t):
+        problem = f"d2t rises strictly to {d2t[-1]}; offsets end at {c.vocab - len(d2t)}: these are absolute ids"
     elif (ids < 0).any() or (ids >= c.vocab).any():
         problem = f"{int(((ids < 0) | (ids >= c.vocab)).sum())} target ids i + d2t[i] lie outside 0..{c.vocab - 1}"
     elif len(np.unique(ids)) != len(ids):
@@ -191,10 +195,13 @@ def aux_layers(case: Case) -> Iterator[Finding]:
         yield Finding.of("K132", "nothing is captured; see K133", status="not-applicable", engine=case.engine)
         return
     served_at, source = case.served.wiring.boundaries, case.contract.sources.get("boundaries", "")
-    evidence = [Evidence("config", f"trained {list(case.contract.boundaries or ())} ({source}) · served {list(served_at)}")]
+    evidence = [
+        Evidence("config", f"trained {list(case.contract.boundaries or ())} ({source}) · served {list(served_at)}")
+    ]
     if case.contract.boundaries is None:
         n = case.target.layers
-        title = f"the boundaries are not stored; they are {[2, n // 2, n - 3]} or, for this trainer, {[3, n // 2 + 1, n - 2]}"
+        usual, hooked = [2, n // 2, n - 3], [3, n // 2 + 1, n - 2]
+        title = f"the boundaries are not stored; they are {usual} or, by this trainer's own data generation, {hooked}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning")
     elif tuple(served_at) != tuple(case.contract.boundaries):
         title = f"trained on boundaries {list(case.contract.boundaries)}, served with {list(served_at)}"
@@ -210,13 +217,19 @@ def fc_bypassed(case: Case) -> Iterator[Finding]:
         yield Finding.of("K133", "this drafter has no fc", status="not-applicable")
         return
     width = c.target_hidden if case.served.capture_off else c.aux_states * c.target_hidden
-    evidence = [Evidence("config", f"{width} features arrive, the embedding has {c.hidden}: {width} != {c.hidden} is {w.fc}", {"width": width})]
+    evidence = [
+        Evidence(
+            "config",
+            f"{width} features arrive, the embedding has {c.hidden}: {width} != {c.hidden} is {w.fc}",
+            {"width": width},
+        )
+    ]
     if w.fc:
         yield Finding.of("K133", status="pass", engine=case.engine, evidence=evidence)
         return
     route = {
         "config": "(i) eagle_config.use_aux_hidden_state is false: own head and d2t are kept",
-        "algorithm": f"(ii) --speculative-algorithm {case.launch.algorithm}: the target's head runs and d2t is ignored as well",
+        "algorithm": f"(ii) algorithm {case.launch.algorithm}: the target's head runs and d2t is ignored as well",
     }.get(case.served.capture_off, "the drafter takes a single state")
     yield Finding.of("K133", f"fc does not run, by route {route}", engine=case.engine, evidence=evidence)
 
@@ -238,7 +251,11 @@ def check(
     launch = launch or Launch()
     engine = Engine.load(launch.engine)
     releases = list(dict.fromkeys(r for spec in engines for r in engine.resolve(spec)))
-    subject = {"drafter": str(drafter), "target": str(target or ""), "engines": [f"{engine.name}=={r}" for r in releases]}
+    subject = {
+        "drafter": str(drafter),
+        "target": str(target or ""),
+        "engines": [f"{engine.name}=={r}" for r in releases],
+    }
     try:
         checkpoint = Checkpoint.open(drafter)
     except CheckpointError as error:
@@ -255,7 +272,7 @@ def check(
         caveats += [state.caveat] if state.caveat else []
         found += [(f"{engine.name}=={release}", f) for one in CHECKS for f in _guarded(one, case)]
     general = list(dict.fromkeys(_Hashable(f) for _, f in found if f.engine is None))
-    merged = merge_engines([(r, f) for r, f in found if f.engine is not None])
+    merged = merge_engines(subject["engines"], [(r, f) for r, f in found if f.engine is not None])
     return Report(subject, tuple([h.finding for h in general] + merged), extra={"caveats": caveats} if caveats else {})
 
 
@@ -291,7 +308,7 @@ def _needed(case: Case, name: str) -> bool:
 
 def _pattern(names: list[str]) -> str:
     """`layers.0.*` for names that share a prefix, else the first name."""
-    shared = os.path.commonprefix(names).rpartition(".")[0]
+    shared = os.path.commonprefix(names).rpartition(".")[0]  # noqa: RUF071
     return f"{shared}.*" if shared and len(names) > 1 else names[0]
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from .acceptance import Acceptance, expected_length, replay
+from .acceptance import Acceptance, draft_everywhere, expected_length, replay
 from .checkpoint import Checkpoint
 from .contract import Contract, TargetInfo, Wiring
 from .drafter import Drafter, LoadResult, load_drafter
-from .features import States, Target, Text
-from .findings import Evidence, Finding, Report
+from .features import States, Target, Text, compare
+from .findings import Evidence, Finding, KitError, Report
 
 FLOOR = 3.0  # a healthy drafter gains at least this many times what the better control gains
 COLLAPSE = 0.5  # the second position's conditional acceptance, over the first's
@@ -82,17 +82,28 @@ class Session:
         drafter, _ = self.load(wiring)
         return replay(drafter, self.states([wiring]), self.steps, self.target.stop_ids)
 
+    def shifted(self) -> dict[str, Acceptance]:
+        """Acceptance at the trained boundaries, and with all of them one lower and one higher."""
+        trained, depth = self.trained, self.target.info.layers
+        found = {}
+        for by, name in ((0, "trained boundaries"), (-1, "one lower"), (1, "one higher")):
+            at = tuple(b + by for b in trained.boundaries)
+            if all(0 <= b <= depth for b in at):
+                found[f"{name} {list(at)}"] = self.measure(trained.but(boundaries=at))
+        return found
+
     def controls(self) -> dict[str, Acceptance]:
         """What no working drafter should resemble: features zeroed, and every tensor random."""
         drafter, _ = self.load()
         everything = (*drafter.shapes,)
-        wirings = {"features zeroed": self.trained.but(capture="zeros"), "random drafter": self.trained.but(dropped=everything)}
+        wirings = {
+            "features zeroed": self.trained.but(capture="zeros"),
+            "random drafter": self.trained.but(dropped=everything),
+        }
         return {name: self.measure(w) for name, w in wirings.items()}
 
 
 def _fits(contract: Contract, target: TargetInfo) -> None:
-    from .findings import KitError
-
     if contract.target_hidden != target.hidden:
         raise KitError(
             f"The drafter was made for a target of hidden size {contract.target_hidden}, this one has {target.hidden}; "
@@ -101,13 +112,16 @@ def _fits(contract: Contract, target: TargetInfo) -> None:
 
 
 def judge(
-    acceptance: Acceptance, controls: dict[str, Acceptance], load: LoadResult | None = None, expected: Sequence[float] = ()
+    acceptance: Acceptance,
+    controls: dict[str, Acceptance],
+    load: LoadResult | None = None,
+    expected: Sequence[float] = (),
 ) -> list[Finding]:
     """Findings from a measurement: completeness, floor, collapse, and training's own prediction.
 
     `expected` are conditional accuracies from training, one a draft step.
     """
-    found = _loading(load) if load else []
+    found = load_findings(load) if load else []
     low, high = acceptance.interval()
     best = max(controls.values(), key=lambda c: c.accept_length)
     line = 1 + FLOOR * max(best.accept_length - 1, 0.02)
@@ -115,7 +129,13 @@ def judge(
     text = f"accept length {acceptance.accept_length:.3f} ({low:.2f}-{high:.2f}) · {names} · healthy above {line:.2f}"
     evidence = [Evidence("acceptance", text, {**acceptance.to_dict(), "line": line})]
     if high < line:
-        found.append(Finding.of("M201", f"accept length {acceptance.accept_length:.3f} is at the level of the controls", evidence=evidence))
+        found.append(
+            Finding.of(
+                "M201",
+                f"accept length {acceptance.accept_length:.3f} is at the level of the controls",
+                evidence=evidence,
+            )
+        )
         return found
     if low < line:
         title = "accept length is above the controls, but not by enough to call it healthy"
@@ -128,14 +148,17 @@ def judge(
     return found
 
 
-def _loading(load: LoadResult) -> list[Finding]:
+def load_findings(load: LoadResult) -> list[Finding]:
+    """K103 and K104 from a strict load; a pass where everything arrived."""
     missing, unused = list(load.missing), list(load.unused)
     found = []
     for code, names, what in (("K103", missing, "parameters got no tensor"), ("K104", unused, "tensors were not used")):
         if names:
             title = f"{len(names)} {what}: {', '.join(names[:4])}"
             found.append(Finding.of(code, title, evidence=[Evidence("tensor", ", ".join(names), {"names": names})]))
-    return found or [Finding.of("K103", status="pass", evidence=[Evidence("tensor", f"{len(load.loaded)} tensors loaded")])]
+    return found or [
+        Finding.of("K103", status="pass", evidence=[Evidence("tensor", f"{len(load.loaded)} tensors loaded")])
+    ]
 
 
 def _collapse(acceptance: Acceptance) -> Finding:
@@ -160,7 +183,11 @@ def _against_training(acceptance: Acceptance, expected: Sequence[float]) -> Find
     text = f"training predicts {predicted:.2f}, measured {acceptance.accept_length:.2f} ({low:.2f}-{high:.2f})"
     evidence = [Evidence("training", text, {"predicted": predicted, "ratio": acceptance.accept_length / predicted})]
     if 1 + 0.75 * (predicted - 1) > high:
-        return Finding.of("M203", f"accept length {acceptance.accept_length:.2f} where training predicts {predicted:.2f}", evidence=evidence)
+        return Finding.of(
+            "M203",
+            f"accept length {acceptance.accept_length:.2f} where training predicts {predicted:.2f}",
+            evidence=evidence,
+        )
     return Finding.of("M203", status="pass", evidence=evidence)
 
 
@@ -179,6 +206,72 @@ def measure(session: Session, wiring: Wiring | None = None, expected: Sequence[f
     acceptance = session.measure(wiring)
     findings = judge(acceptance, session.controls(), load, expected)
     subject = {"drafter": str(session.checkpoint.path), "target": session.target.info.path, "engines": []}
-    block = {**acceptance.to_dict(), "wiring": wiring.to_dict(), "dtype": str(session.target.model.dtype).removeprefix("torch.")}
+    block = {
+        **acceptance.to_dict(),
+        "wiring": wiring.to_dict(),
+        "dtype": str(session.target.model.dtype).removeprefix("torch."),
+    }
     with torch.no_grad():
         return Report(subject, tuple(findings), extra={"acceptance": block})
+
+
+@torch.inference_mode()
+def compare_wirings(session: Session, wirings: dict[str, Wiring]) -> list[dict]:
+    """What reaches the decoder layer under each wiring, against the first one; one row a wiring.
+
+    Norm ratio and cosine are of the state that enters the layer (after `fc`, where it runs); top-1 agreement is of
+    the first draft with the target's own next token, over the positions of the answers.
+    """
+    states, rows, reference = session.states(wirings.values()), [], None
+    for name, wiring in wirings.items():
+        drafter, _ = session.load(wiring)
+        entering, hits, total, width = [], 0, 0, 0
+        for s in states:
+            selected = s.select(wiring).to(drafter.target_embed.dtype)
+            width = selected.shape[-1]
+            entering.append(drafter.fuse(selected))
+            ids = torch.tensor(s.text.ids, device=selected.device)
+            drafts = draft_everywhere(drafter, selected, ids, 1)[s.text.prompt - 1 : -1, 0]
+            answer = ids[s.text.prompt + 1 :]
+            hits, total = hits + int((drafts == answer).sum()), total + len(answer)
+        entering = torch.cat(entering)
+        reference = entering if reference is None else reference
+        rows.append(
+            {
+                "name": name,
+                "width that arrives": width,
+                "embedding": session.contract.hidden,
+                "fc runs": wiring.fc,
+                **compare(entering, reference),
+                "top-1 agreement": hits / total,
+            }
+        )
+    return rows
+
+
+def feature_findings(rows: Sequence[dict], name: str) -> list[Finding]:
+    """K133, F301 and F302 for one row of `compare_wirings`."""
+    row = next(r for r in rows if r["name"] == name)
+    width, embedding, ratio, cosine = (row[k] for k in ("width that arrives", "embedding", "norm_ratio", "cosine"))
+    arrives = f"{width} features arrive, the embedding has {embedding}"
+    evidence = [
+        Evidence("features", f"{arrives} · norm ratio {ratio:.3f} · cosine {cosine:.3f}", {k: row[k] for k in row})
+    ]
+    if not row["fc runs"]:
+        return [Finding.of("K133", f"fc does not run: {arrives}", evidence=evidence)]
+    bad = {"F301": not 0.9 < ratio < 1.1, "F302": cosine < 0.9}
+    found = [Finding.of("K133", status="pass", evidence=evidence)]
+    return found + [
+        Finding.of(code, status="fail" if wrong else "pass", evidence=evidence) for code, wrong in bad.items()
+    ]
+
+
+def layer_findings(shifted: dict[str, Acceptance]) -> list[Finding]:
+    """F303 where other boundaries accept more than the trained ones, by more than chance (paired by prompt)."""
+    (name, reference), *others = shifted.items()
+    gaps = {other: a.minus(reference) for other, a in others}
+    text = " · ".join(f"{other}: {low:+.3f} to {high:+.3f}" for other, (low, high) in gaps.items())
+    evidence = [Evidence("acceptance", f"accept length against {name}: {text}")]
+    if better := [other for other, (low, _) in gaps.items() if low > 0]:
+        return [Finding.of("F303", f"{better[0]} accepts more than {name}", evidence=evidence)]
+    return [Finding.of("F303", status="pass", evidence=evidence)]

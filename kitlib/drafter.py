@@ -117,9 +117,8 @@ class Drafter(nn.Module):
         """Project the concatenated target states, or pass them on when the wiring bypasses `fc`."""
         if not self.wiring.fc:
             if states.shape[-1] != self.contract.hidden:
-                raise KitError(
-                    f"fc is bypassed, but the states are {states.shape[-1]} wide and the drafter {self.contract.hidden}."
-                )
+                width = f"{states.shape[-1]} wide, the drafter {self.contract.hidden}"
+                raise KitError(f"fc is bypassed, but the states are {width}; an engine would crash here.")
             return states
         width = self.shapes["fc.weight"][1]
         if states.shape[-1] != width:
@@ -177,7 +176,7 @@ class Drafter(nn.Module):
             self.wiring.head_source, lambda: self.target_head
         )()
         out = F.linear(rms_norm(hidden, self["norm.weight"], self.contract.eps), head)
-        return out[..., : self.wiring.logit_cut] if self.wiring.logit_cut else out
+        return out[..., : self.contract.draft_vocab] if self.wiring.logit_cut else out
 
     def to_target(self, draft_ids: Tensor) -> Tensor:  # [...] draft ids -> [...] target ids
         """Draft ids to target ids; an id past the vocabulary (a broken map) wraps, as it can match nothing anyway."""

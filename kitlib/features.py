@@ -140,13 +140,9 @@ class Target:
         cache: Path | None = None,
     ) -> list[Text]:
         """Greedy texts with `lookahead` tokens past the limit; kept in `cache` (a folder) when one is given."""
-        key = hashlib.sha256(
-            json.dumps(
-                [str(self.info.path), dict(self.info.config), list(map(list, prompts)), max_new_tokens, lookahead]
-                + [str(self.model.dtype), self.device.type, torch.__version__],
-                default=str,
-            ).encode()
-        ).hexdigest()[:20]
+        what = (str(self.info.path), dict(self.info.config), [list(p) for p in prompts], max_new_tokens, lookahead)
+        where = (str(self.model.dtype), self.device.type, torch.__version__)
+        key = hashlib.sha256(json.dumps([what, where], default=str).encode()).hexdigest()[:20]
         file = cache / f"greedy-{key}.json" if cache else None
         if file and file.exists():
             answers = [tuple(a) for a in json.loads(file.read_text())]
@@ -154,9 +150,7 @@ class Target:
             answers = self.greedy(prompts, max_new_tokens + lookahead)
             if file:
                 write_atomic(file, json.dumps(answers))
-        return [
-            Text((*p, *a), len(p), min(max_new_tokens, len(a))) for p, a in zip(prompts, answers, strict=True)
-        ]
+        return [Text((*p, *a), len(p), min(max_new_tokens, len(a))) for p, a in zip(prompts, answers, strict=True)]
 
     @torch.inference_mode()
     def states(self, text: Text, boundaries: Iterable[int], normed: Iterable[int] = ()) -> States:
@@ -220,16 +214,19 @@ def compare(a: Tensor, b: Tensor) -> dict[str, float]:  # both [tokens, width]
 
 def read_prompts(path: str | Path, count: int = 0) -> list:
     """Prompts of a JSONL file: {"prompt": text}, {"messages": […]} or {"ids": […]} a line; 0 takes all."""
-    prompts = []
+    prompts, number = [], 0
     try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            number += 1
             if line.strip():
                 row = json.loads(line)
                 prompts.append(next(row[k] for k in ("messages", "prompt", "ids") if k in row))
     except OSError as error:
         raise KitError(f"Cannot read the prompts {path}: {error.strerror}; give a JSONL file.") from None
     except (ValueError, TypeError, StopIteration):
-        raise KitError(f'{path}, line {number}, is not {{"prompt": text}}, {{"messages": […]}} or {{"ids": […]}}.') from None
+        raise KitError(
+            f'{path}, line {number}, is not {{"prompt": text}}, {{"messages": […]}} or {{"ids": […]}}.'
+        ) from None
     if not prompts:
         raise KitError(f"{path} holds no prompts.")
     return prompts[:count] if count else prompts

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -191,25 +191,25 @@ class Report:
         return "\n".join([*blocks, self.verdict()])
 
 
-def merge_engines(findings: Iterable[tuple[str, Finding]]) -> list[Finding]:
-    """Join equal findings of adjacent releases; `findings` holds (release, finding) in release order.
+def merge_engines(releases: Sequence[str], findings: Iterable[tuple[str, Finding]]) -> list[Finding]:
+    """Join equal findings of adjacent releases; `findings` holds (release, finding), releases like "sglang==0.5.9".
 
-    The merged finding's engine is a specifier such as `sglang>=0.4.9,<=0.5.11`.
+    The merged finding's engine is a specifier such as `sglang>=0.4.9,<=0.5.11`; its fix is the newest release's.
     """
-    runs: list[tuple[list[str], Finding]] = []
+    runs: list[tuple[int, int, Finding]] = []  # (first, last, finding without engine and fix)
     for release, finding in findings:
-        bare = replace(finding, engine=None)
-        for releases, known in runs:
-            if known == bare:
-                releases.append(release)
+        at = releases.index(release)
+        for i, (first, last, known) in enumerate(runs):
+            if last in (at, at - 1) and replace(known, fix=None) == replace(finding, engine=None, fix=None):
+                runs[i] = (first, at, replace(known, fix=finding.fix))
                 break
         else:
-            runs.append(([release], bare))
+            runs.append((at, at, replace(finding, engine=None)))
     merged = []
-    for releases, finding in runs:
-        name, _, first = releases[0].partition("==")
-        last = releases[-1].partition("==")[2]
-        merged.append(replace(finding, engine=f"{name}=={first}" if first == last else f"{name}>={first},<={last}"))
+    for first, last, finding in runs:
+        name, _, low = releases[first].partition("==")
+        high = releases[last].partition("==")[2]
+        merged.append(replace(finding, engine=f"{name}=={low}" if low == high else f"{name}>={low},<={high}"))
     return merged
 
 

@@ -16,7 +16,12 @@ ALIASES = {  # other spellings of the same flag
     "speculative-draft-model": "speculative-draft-model-path",
     "speculative-config": "speculative-config",
 }
-ENGINES = {"sglang.launch_server": "sglang", "sglang": "sglang", "vllm": "vllm", "vllm.entrypoints.openai.api_server": "vllm"}
+ENGINES = {
+    "sglang.launch_server": "sglang",
+    "sglang": "sglang",
+    "vllm": "vllm",
+    "vllm.entrypoints.openai.api_server": "vllm",
+}
 _SECRET = re.compile(r"(key|token|secret|password)", re.IGNORECASE)
 
 

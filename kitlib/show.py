@@ -24,9 +24,9 @@ from .findings import STATUSES, Finding, Report
 Rows = Sequence[Mapping[str, Any]]
 STATUS = {  # what a row or a finding can be: tone and sign
     **dict.fromkeys(("pass", "loaded", "used", "fixed"), ("good", "✓")),
-    **dict.fromkeys(("fail", "missing", "dropped", "random"), ("bad", "✗")),
-    **dict.fromkeys(("warning", "unused"), ("warn", "!")),
-    **dict.fromkeys(("not-applicable", "not-needed"), ("mute", "–")),
+    **dict.fromkeys(("fail", "missing", "dropped", "refused", "random"), ("bad", "✗")),
+    **dict.fromkeys(("warning", "unused", "differs", "overwritten"), ("warn", "!")),
+    **dict.fromkeys(("not-applicable", "not-needed", "ignored"), ("mute", "–")),
     "crashed": ("bad", "☠"),
     "renamed": ("note", "→"),
     "not-run": ("mute", "?"),
@@ -205,9 +205,7 @@ def progress(iterable: Iterable[Any], total: int | None = None, desc: str = "") 
     return tqdm.tqdm(iterable, total=total, desc=desc, file=sys.stdout, ncols=80, mininterval=1.0)
 
 
-def selector(
-    options: Iterable[str], render: Callable[[str], Any], *, default: str, label: str = "Wiring"
-) -> None:
+def selector(options: Iterable[str], render: Callable[[str], Any], *, default: str, label: str = "Wiring") -> None:
     """Show `render(default)` as ordinary output and, where somebody can use it, a control for the others."""
     _show(render(default))
     if not interactive() or not importlib.util.find_spec("ipywidgets"):

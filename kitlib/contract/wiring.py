@@ -38,8 +38,10 @@ class Wiring:
     later_norm: str = "input_layernorm"  # norm on the input of layers >= 1: input_layernorm | hidden_norm
     embed_source: str = "target"  # target | own
     head_source: str = "own"  # own | target | embedding (tied)
-    d2t: str = "offset"  # offset: i + d2t[i] | identity: i | absolute: d2t[i] | doubled: 2i + d2t[i] (ids read as offsets)
-    logit_cut: int | None = None  # only the first so many logits can be drafted
+    d2t: str = (
+        "offset"  # offset: i + d2t[i] | identity: i | absolute: d2t[i] | doubled: 2i + d2t[i] (ids read as offsets)
+    )
+    logit_cut: bool = False  # the head's logits are cut to the first draft_vocab ids
     rope: Rope = field(default_factory=Rope)
     position_base: int = 0  # position of the first row
     token_shift: int = 1  # state t is paired with the embedding of token t + shift

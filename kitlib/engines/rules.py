@@ -149,9 +149,14 @@ def served(
     rows = {t: loaded.entry(t, known) for t in ("loader", "config", "fc", "capture", "d2t", "head", "later_norm")}
     rule = loaded.entry("algorithm", known, name=algorithm)
     if rule is None:
-        raise KitError(f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here.")
+        raise KitError(
+            f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here."
+        )
     trained = contract.trained(target or _shallow(contract))
-    flags = {f: bool(getattr(trained, f)) and bool(loaded.entry("flag", known, name=f)) for f in ("norm_before_fc", "fc_norm")}
+    flags = {
+        f: bool(getattr(trained, f)) and bool(loaded.entry("flag", known, name=f))
+        for f in ("norm_before_fc", "fc_norm")
+    }
     output = contract.norm_output and bool(loaded.entry("flag", known, name="norm_output"))
     switch = lookup(checkpoint.config, rows["capture"]["switch"])
     off = "algorithm" if not rule["capture"] else "config" if switch is False else ""
@@ -162,11 +167,11 @@ def served(
         fc=(contract.target_hidden if off else contract.aux_states * contract.target_hidden) != contract.hidden,
         residual="hidden",
         feedback="post-norm" if output else "pre-norm",
-        later_norm=rows["later_norm"]["norm"],
+        later_norm=rows["later_norm"]["norm"] if contract.layers > 1 else trained.later_norm,
         embed_source="own" if own_embed else rows["head"]["embedding"],
         head_source="target" if rule["head"] == "target" else "embedding" if contract.tie else "own",
         d2t="offset" if rule["d2t"] and "d2t" in contract.has else "identity",
-        logit_cut=contract.draft_vocab if rule["cut"] or (contract.tie and rule["head"] != "target") else None,
+        logit_cut=rule["cut"] or (contract.tie and rule["head"] != "target"),
         **flags,
     )
     fates, arrived = _fates(checkpoint, contract, wiring, rows["loader"])
@@ -201,7 +206,9 @@ def _fates(
     whole = wiring.but(fc=True, embed_source="own", head_source="own")  # fc, embedding and head are always built
     built = parameter_shapes(contract, whole)
     layers = range(1 if row["layers"] == "one" else contract.layers)
-    parameters = {_engine_name(n, row["block"]): n for n in built if not n.startswith("layers.") or int(n.split(".")[1]) in layers}
+    parameters = {
+        _engine_name(n, row["block"]): n for n in built if not n.startswith("layers.") or int(n.split(".")[1]) in layers
+    }
     fates, arrived = [], set()
     for name in checkpoint.tensors:
         if "d2t" in name or "t2d" in name:
@@ -210,10 +217,8 @@ def _fates(
         new = name
         for old, to in row["rename"]:
             new = new.replace(old, to)
-        if row["prefix"] == "always":
-            tries = [new if "lm_head" in new else f"model.{new}"]
-        else:
-            tries = [new, f"model.{new}"]
+        with_model = new if "lm_head" in new else f"model.{new}"
+        tries = [with_model] if row["prefix"] == "always" else [new, f"model.{new}"]
         into = next((t for t in tries if t in parameters), None)
         if into is None:
             stacked = any(part in name for part in STACKED)
@@ -244,7 +249,9 @@ def _refusal(checkpoint: Checkpoint, contract: Contract, fates: tuple[Fate, ...]
     if not config:
         return "there is no config.json beside the tensors"
     if "transformer_layer_config" in config and rows["config"]["nested"] == "refused":
-        return "config.json nests the layer's sizes under transformer_layer_config (speculators), which it does not read"
+        return (
+            "config.json nests the layer's sizes under transformer_layer_config (speculators), which it does not read"
+        )
     if contract.architecture not in rows["config"]["architectures"]:
         known = ", ".join(rows["config"]["architectures"])
         return f"the architecture {contract.architecture or '(none)'} is not registered; the drafter class is {known}"

@@ -6,7 +6,9 @@ cache keeps. Drafter: `data/lab-drafter`, an EAGLE-3 head for it. Nothing here n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -86,9 +88,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)  # <|im_end|>; the GGUF names another
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no switch turns off
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(
+        model.config.eos_token_id
+    )  # <|im_end|>; the GGUF names another
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.copy(gguf.parent.parent / "LICENSE", folder / "LICENSE")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +33,15 @@ NORMS = tuple(f"layers.0.{n}.weight" for n in ("input_layernorm", "hidden_norm",
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what is planted, the wiring that has the same effect, and what should be seen."""
+    """One fault: its row in `faults.toml`, the wiring that has the same effect, and the change to the files."""
 
     name: str
-    plants: str  # checkpoint | wiring | launch
-    effect: str  # what it should do, in words
-    found_by: str  # the slug of the finding that names it from files or flags; "" where only a measurement can
-    ceiling: float | None  # accept length on the lab stays below (None: no cliff)
+    plants: str
+    effect: str
+    found_by: str
     wiring: Callable[[Wiring], Wiring]
     change: Callable[[Tensors, Config], None] | None = None
+    ceiling: float | None = None
     launch: str = ""
 
 
@@ -96,35 +97,50 @@ def _theta(wiring: Wiring) -> Wiring:
     return wiring.but(rope=type(wiring.rope)(10_000.0))
 
 
-EAGLE = "--speculative-algorithm EAGLE"
-FAULTS: dict[str, Fault] = {
-    f.name: f
-    for f in (
-        Fault("healthy", "checkpoint", "the control: SGLang's names and config, nothing wrong", "", None, lambda w: w, lambda t, c: None),
-        Fault(
-            "layers0-flat", "checkpoint",
-            "what the story's engineer served: flat config, `layers.0.*` names; SGLang 0.4.9-0.5.11 drops ten keys",
-            "key-naming", 1.15, lambda w: w.but(dropped=MATRICES + NORMS), _flat,
-        ),
-        Fault("wrong-prefix", "checkpoint", "`draft_model.` before the layer's names; every release drops them", "key-naming", 1.15, lambda w: w.but(dropped=MATRICES + NORMS), _prefix),
-        Fault("layer-dropped", "checkpoint", "the layer as a loader leaves it: matrices N(0, 0.02) with a fixed seed, norms one", "", 1.15, lambda w: w.but(dropped=MATRICES + NORMS), _drop_layer),
-        Fault("fc-dropped", "checkpoint", "no fc.weight", "missing-weights", 1.15, lambda w: w.but(dropped=("fc.weight",)), _without("fc.weight")),
-        Fault("head-dropped", "checkpoint", "no lm_head.weight although draft_vocab_size is set", "missing-weights", 1.05, lambda w: w.but(dropped=("lm_head.weight",)), _without("lm_head.weight")),
-        Fault("fc-bypass-config", "checkpoint", "route (i) of K133: use_aux_hidden_state false; one layer arrives, own head and d2t kept", "fc-bypassed", 1.10, lambda w: w.but(capture="final", fc=False), _no_capture),
-        Fault("fc-bypass-eagle", "launch", "route (ii) of K133: the flag EAGLE; one layer, the target's head, no d2t, logits cut", "algorithm-flag", 1.10, lambda w: w.but(capture="final", fc=False, head_source="target", d2t="identity", logit_cut=8192), launch=EAGLE),
-        Fault("block-order", "checkpoint", "fc's three blocks in reverse order", "", 1.15, lambda w: w.but(boundaries=w.boundaries[::-1]), _reverse),
-        Fault("ids-minus-one", "checkpoint", "layer ids one too low: a small loss, no cliff", "", None, lambda w: _shift(w, -1), _ids(-1)),
-        Fault("ids-plus-one", "checkpoint", "layer ids one too high: a small loss, no cliff", "", None, lambda w: _shift(w, 1), _ids(1)),
-        Fault("d2t-absolute", "checkpoint", "d2t holds target ids in place of offsets", "vocab-map", 1.05, lambda w: w.but(d2t="doubled"), _absolute),
-        Fault("d2t-absent", "checkpoint", "no d2t although the vocabulary is reduced", "vocab-map", 1.05, lambda w: w.but(d2t="identity"), _without("d2t", "t2d")),
-        Fault("tied-head", "checkpoint", "tie_word_embeddings true: the embedding's first rows replace the head", "shared-weights", 1.10, lambda w: w.but(head_source="embedding", logit_cut=8192), _config(tie_word_embeddings=True)),
-        Fault("residual-normed", "wiring", "norm_before_residual flipped: the residual carries the normed state", "", None, lambda w: w.but(residual="normed")),
-        Fault("feedback-post-norm", "wiring", "the next step is fed the normed state: position 0 fine, later ones dead", "", None, lambda w: w.but(feedback="post-norm")),
-        Fault("features-normed", "wiring", "each state after the norm of the next block", "", 1.15, lambda w: w.but(capture="normed")),
-        Fault("rope-theta", "checkpoint", "rope_theta 10,000 for 100,000: acceptance on short text hardly shows it", "", None, _theta, _config(rope_theta=10_000.0)),
-        Fault("token-not-shifted", "wiring", "each state is paired with its own token, not the next one", "", 1.20, lambda w: w.but(token_shift=0)),
-    )
-}  # fmt: skip
+WIRINGS: dict[str, Callable[[Wiring], Wiring]] = {
+    "healthy": lambda w: w,
+    "layers0-flat": lambda w: w.but(dropped=MATRICES + NORMS),
+    "wrong-prefix": lambda w: w.but(dropped=MATRICES + NORMS),
+    "layer-dropped": lambda w: w.but(dropped=MATRICES + NORMS),
+    "fc-dropped": lambda w: w.but(dropped=("fc.weight",)),
+    "head-dropped": lambda w: w.but(dropped=("lm_head.weight",)),
+    "fc-bypass-config": lambda w: w.but(capture="final", fc=False),
+    "fc-bypass-eagle": lambda w: w.but(capture="final", fc=False, head_source="target", d2t="identity", logit_cut=True),
+    "block-order": lambda w: w.but(boundaries=w.boundaries[::-1]),
+    "ids-minus-one": lambda w: _shift(w, -1),
+    "ids-plus-one": lambda w: _shift(w, 1),
+    "d2t-absolute": lambda w: w.but(d2t="doubled"),
+    "d2t-absent": lambda w: w.but(d2t="identity"),
+    "tied-head": lambda w: w.but(head_source="embedding", logit_cut=True),
+    "residual-normed": lambda w: w.but(residual="normed"),
+    "feedback-post-norm": lambda w: w.but(feedback="post-norm"),
+    "features-normed": lambda w: w.but(capture="normed"),
+    "rope-theta": _theta,
+    "token-not-shifted": lambda w: w.but(token_shift=0),
+}
+CHANGES: dict[str, Callable[[Tensors, Config], None]] = {
+    "layers0-flat": _flat,
+    "wrong-prefix": _prefix,
+    "layer-dropped": _drop_layer,
+    "fc-dropped": _without("fc.weight"),
+    "head-dropped": _without("lm_head.weight"),
+    "fc-bypass-config": _no_capture,
+    "block-order": _reverse,
+    "ids-minus-one": _ids(-1),
+    "ids-plus-one": _ids(1),
+    "d2t-absolute": _absolute,
+    "d2t-absent": _without("d2t", "t2d"),
+    "tied-head": _config(tie_word_embeddings=True),
+    "rope-theta": _config(rope_theta=10_000.0),
+}
+
+
+def _faults() -> dict[str, Fault]:
+    rows = tomllib.loads((Path(__file__).parent / "faults.toml").read_text(encoding="utf-8"))
+    return {n: Fault(name=n, wiring=WIRINGS[n], change=CHANGES.get(n), **row) for n, row in rows.items()}
+
+
+FAULTS = _faults()
 
 
 def sglang_config(contract: Contract) -> Config:
@@ -184,7 +200,8 @@ def plant(name: str, out: str | Path, drafter: str | Path | None = None) -> Path
             wiring = fault.wiring(contract.trained()).to_dict()
             write_atomic(work / "wiring.json", json.dumps(wiring, indent=1) + "\n")
         if fault.launch:
-            command = f"python -m sglang.launch_server --model-path TARGET {fault.launch} --speculative-draft-model-path {out}"
+            command = f"python -m sglang.launch_server --model-path TARGET {fault.launch}"
+            command += f" --speculative-draft-model-path {out}"
             write_atomic(work / "launch.txt", command + "\n")
         work.chmod(0o755)
         out.exists() and out.rmdir()
