@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..findings import KitError
-from .dialects import PLACES, SPECULATORS_HOOK_AFTER, Dialect, dialect_of, lookup, read_rope
+from .dialects import PLACES, SPECULATORS_HOOK_AFTER, Dialect, dialect_of, lookup, number, read_rope
 from .target import TargetInfo
 from .wiring import Rope, Wiring, default_boundaries
 
@@ -74,8 +74,9 @@ class Contract:
 def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
     config = checkpoint.config
     shapes = {c: t.shape for name, t in checkpoint.tensors.items() if (c := checkpoint.canonical(name))}
-    if not any(name.startswith("layers.") or name == "fc.weight" for name in shapes):
-        raise KitError(f"{checkpoint.path} holds no EAGLE-3 drafter: no fc and no decoder layer among its tensors.")
+    marks = ("fc.weight", "layers.0.hidden_norm.weight")  # a language model has neither
+    if not any(m in shapes for m in marks) and "draft_vocab_size" not in config:
+        raise KitError(f"{checkpoint.path} holds no EAGLE-3 drafter: no fc and no hidden_norm among its tensors.")
     dialect = dialect_of(config, checkpoint.dialect)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -132,26 +133,30 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
     rope, sources["rope"] = read_rope(config)
     version = str(values.get("trainer_version", ""))
     flags = {n: bool(values.get(n, False)) for n in ("norm_before_fc", "norm_output", "tie")}
+    names = config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
     residual = values.get("norm_before_residual")
     if residual is None:
         residual = dialect.norm_before_residual
         sources["norm_before_residual"] = f"default of the {dialect.name} dialect"
     return Contract(
         dialect=dialect,
-        architecture=str((config.get("architectures") or [""])[0]),
+        architecture=architecture,
         hidden=hidden,
         target_hidden=target_hidden,
         vocab=size("vocab", None, "", (target.vocab if target else dim("lm_head.weight", 0))),
-        draft_vocab=size("draft_vocab", dim("lm_head.weight", 0), "lm_head.weight", values.get("vocab")),
+        draft_vocab=size(
+            "draft_vocab", dim("lm_head.weight", 0), "lm_head.weight", int(number(values.get("vocab")) or 0) or None
+        ),
         aux_states=aux,
         layers=size("layers", len(indices) or None, "layers.*", 1),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=size("intermediate", dim(first + "mlp.gate_proj.weight", 0), "gate_proj", 4 * hidden),
-        eps=float(values.get("eps", 1e-6)),
+        eps=number(values.get("eps")) or 1e-6,
         rope=rope,
-        max_positions=values.get("max_positions"),
+        max_positions=int(number(values.get("max_positions")) or 0) or None,
         ids=tuple(ids) if ids else None,
         boundaries=_boundaries(ids, dialect, version, target, sources),
         use_aux=values.get("use_aux") is not False,

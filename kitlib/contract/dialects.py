@@ -86,11 +86,18 @@ def read_rope(config: Mapping[str, Any]) -> tuple[Rope, str]:
     inner = inner if isinstance(inner, Mapping) else config
     raw = inner.get("rope_parameters")
     where = "rope_parameters" if isinstance(raw, Mapping) else "rope_theta"
-    scaling = dict(raw) if isinstance(raw, Mapping) else dict(inner.get("rope_scaling") or {})
+    scaling = raw if isinstance(raw, Mapping) else inner.get("rope_scaling")
+    scaling = dict(scaling) if isinstance(scaling, Mapping) else {}
     theta = scaling.pop("rope_theta", inner.get("rope_theta"))
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    partial = scaling.pop("partial_rotary_factor", inner.get("partial_rotary_factor", 1.0))
+    kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+    partial = number(scaling.pop("partial_rotary_factor", inner.get("partial_rotary_factor")))
     scaling.pop("type", None)
     items = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items()))
     source = f"config: {where}" if theta is not None else "default: 10000"
-    return Rope(float(theta or 10_000.0), str(kind), float(partial or 1.0), items), source
+    return Rope(number(theta) or 10_000.0, str(kind), partial or 1.0, items), source
+
+
+def number(value: Any) -> float | None:
+    """A positive finite number, else None: configs hold strings, nulls and NaN."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return float(value) if good else None

@@ -1,0 +1,149 @@
+"""Checks that the drafter's files decide: names, shapes, maps, shared weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..contract import Contract, TargetInfo, parameter_shapes
+from ..findings import Evidence, Finding, Fix
+from .case import Case, convert_command
+
+
+def readable(case: Case) -> Iterator[Finding]:
+    """K101: whoever gets here has read every header."""
+    count, files = len(case.checkpoint.tensors), len(case.checkpoint.files)
+    yield Finding.of("K101", status="pass", evidence=[Evidence("header", f"{count} tensors in {files} file(s)")])
+
+
+def key_naming(case: Case) -> Iterator[Finding]:
+    """K102: names the engine drops or refuses although the kit knows what they are."""
+    names = [f.name for f in case.served.of("dropped", "refused") if _needed(case, f.name)]
+    total = len(case.checkpoint.tensors)
+    rule = f"rule: {case.served.sources[0]}"
+    if not names:
+        yield Finding.of(
+            "K102", status="pass", engine=case.engine, evidence=[Evidence("header", f"{total} tensors · {rule}")]
+        )
+        return
+    refused = any(f.status == "refused" for f in case.served.fates)
+    what = "raises KeyError on them" if refused else "drops them without a message"
+    if not refused and case.served.of("dropped") and "warning" in rule:
+        what = "only warns about them"
+    block = _pattern(names)
+    yield Finding.of(
+        "K102",
+        f"{len(names)} of {total} tensors are named `{block}`; this release knows other names and {what}",
+        engine=case.engine,
+        evidence=[Evidence("header", f"{names[0]} … ({len(names)}) · {rule}", {"names": names})],
+        fix=Fix("rename the tensors for this release", convert_command(case)),
+    )
+
+
+def missing_weights(case: Case) -> Iterator[Finding]:
+    """K103: parameters that neither the file nor a rename can fill."""
+    have = {c for n in case.checkpoint.tensors if (c := case.checkpoint.canonical(n))}
+    absent = [n for n in case.served.missing if n not in have]
+    if case.contract.tie or case.contract.target_hidden == case.contract.hidden:
+        absent = [n for n in absent if n != "embed_tokens.weight"]
+    if not absent:
+        yield Finding.of("K103", status="pass", engine=case.engine)
+        return
+    yield Finding.of(
+        "K103",
+        f"{len(absent)} parameters get no tensor: {_some(absent)}",
+        engine=case.engine,
+        evidence=[Evidence("header", f"absent from the file: {_some(absent)}", {"missing": absent})],
+    )
+
+
+def shapes(case: Case) -> Iterator[Finding]:
+    """K106: config against shapes, and shapes against what the forward pass needs."""
+    problems = list(case.contract.contradictions)
+    trained = case.contract.trained(case.target or _any_depth(case.contract))
+    wanted = parameter_shapes(case.contract, trained.but(embed_source="own"))
+    for name, info in case.checkpoint.tensors.items():
+        canonical = case.checkpoint.canonical(name)
+        expected = wanted.get(canonical or "")
+        if expected and tuple(info.shape) != expected:
+            problems.append(f"{name} is {list(info.shape)}, the drafter needs {list(expected)}")
+    if problems:
+        evidence = [Evidence("header", p) for p in problems[:6]]
+        yield Finding.of("K106", f"{len(problems)} contradictions: {problems[0]}", evidence=evidence)
+    else:
+        yield Finding.of("K106", status="pass", evidence=[Evidence("header", f"{len(wanted)} shapes compared")])
+
+
+def vocab_map(case: Case) -> Iterator[Finding]:
+    """K110: d2t must be a table of offsets onto distinct target ids, and agree with t2d."""
+    c = case.contract
+    if "d2t" not in c.has:
+        if c.draft_vocab == c.vocab:
+            yield Finding.of(
+                "K110", "the draft vocabulary is the whole vocabulary; no map is needed", status="not-applicable"
+            )
+            return
+        title = f"there is no d2t, although the draft vocabulary has {c.draft_vocab} of {c.vocab} ids"
+        yield Finding.of("K110", title, evidence=[Evidence("header", "no tensor named d2t")])
+        return
+    name = next(n for n in case.checkpoint.tensors if case.checkpoint.canonical(n) == "d2t")
+    d2t = case.checkpoint.read(name).astype(np.int64).ravel()
+    ids = d2t + np.arange(len(d2t))
+    problem = ""
+    if len(d2t) != c.draft_vocab:
+        problem = f"d2t has {len(d2t)} entries, the head {c.draft_vocab} rows"
+    elif not d2t.any() and c.draft_vocab < c.vocab:
+        problem = "d2t is all zeros although the vocabulary is reduced: the map never left its start"
+    elif (np.diff(d2t) > 0).all() and d2t.max(initial=0) > c.vocab - len(d2t):
+        problem = f"d2t rises strictly to {d2t[-1]}; offsets end at {c.vocab - len(d2t)}: these are absolute ids"
+    elif (ids < 0).any() or (ids >= c.vocab).any():
+        problem = f"{int(((ids < 0) | (ids >= c.vocab)).sum())} target ids i + d2t[i] lie outside 0..{c.vocab - 1}"
+    elif len(np.unique(ids)) != len(ids):
+        problem = f"{len(ids) - len(np.unique(ids))} draft ids share a target id"
+    elif "t2d" in c.has:
+        mask = case.checkpoint.read(next(n for n in case.checkpoint.tensors if case.checkpoint.canonical(n) == "t2d"))
+        marked = np.flatnonzero(mask.ravel())
+        if not np.array_equal(marked, np.sort(ids)):
+            problem = f"t2d marks {len(marked)} target ids, d2t names {len(ids)}, and they are not the same"
+    values = {"first": d2t[:5].tolist(), "last": d2t[-5:].tolist(), "length": len(d2t)}
+    if problem:
+        yield Finding.of("K110", problem, evidence=[Evidence("tensor", f"d2t ends {values['last']}", values)])
+    else:
+        text = f"{len(d2t)} offsets, target ids {int(ids.min())} to {int(ids.max())}, all distinct"
+        yield Finding.of("K110", status="pass", evidence=[Evidence("tensor", text, values)])
+
+
+def shared_weights(case: Case) -> Iterator[Finding]:
+    """K111: a trained head beside a flag that makes the engine use the embedding instead."""
+    if case.contract.tie and "lm_head.weight" in case.contract.has:
+        yield Finding.of(
+            "K111",
+            "tie_word_embeddings is true, so the engine uses the embedding as head and not the trained lm_head.weight",
+            engine=case.engine,
+            evidence=[Evidence("config", f"tie_word_embeddings: true ({case.contract.sources.get('tie')})")],
+        )
+    else:
+        yield Finding.of("K111", status="pass", engine=case.engine)
+
+
+def _needed(case: Case, name: str) -> bool:
+    """Known to the kit as something the drafter computes with."""
+    canonical = case.checkpoint.canonical(name)
+    return canonical is None or canonical not in ("t2d", "embed_tokens.weight")
+
+
+def _pattern(names: list[str]) -> str:
+    """`layers.0.*` for names that share a prefix, else the first name."""
+    shared = os.path.commonprefix(names).rpartition(".")[0]  # noqa: RUF071
+    return f"{shared}.*" if shared and len(names) > 1 else names[0]
+
+
+def _some(names: list[str] | tuple[str, ...], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _any_depth(contract: Contract) -> TargetInfo:
+    return TargetInfo("", contract.target_hidden, contract.vocab, 32, False, None, {})

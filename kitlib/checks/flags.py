@@ -1,0 +1,91 @@
+"""Checks that the config, the launch flags and the release decide: dialect, algorithm, captured layers, fc."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..findings import Evidence, Finding, Fix
+from .case import Case, convert_command
+
+
+def config_schema(case: Case) -> Iterator[Finding]:
+    """K120: would this release start with this config at all?"""
+    if case.served.refused:
+        yield Finding.of(
+            "K120",
+            f"this release refuses the drafter: {case.served.refused}",
+            engine=case.engine,
+            evidence=[Evidence("config", f"dialect: {case.contract.dialect.name} · {case.served.refused}")],
+            fix=Fix("write the config in the engine's dialect", convert_command(case)),
+        )
+    else:
+        yield Finding.of("K120", status="pass", engine=case.engine)
+
+
+def algorithm_flag(case: Case) -> Iterator[Finding]:
+    """K130: the flag that is silently wrong."""
+    if not case.launch.flags:
+        yield Finding.of("K130", "no launch command was given", status="not-run")
+        return
+    algorithm = case.launch.algorithm
+    evidence = [Evidence("flags", f"--speculative-algorithm {algorithm or '(absent)'}")]
+    if not algorithm:
+        title = "speculation is off: the launch command has no --speculative-algorithm"
+        yield Finding.of("K130", title, engine=case.engine, evidence=evidence)
+    elif algorithm != "EAGLE3":
+        title = f"an EAGLE-3 drafter is served with --speculative-algorithm {algorithm}"
+        fix = Fix("serve with EAGLE3", "--speculative-algorithm EAGLE3")
+        yield Finding.of("K130", title, engine=case.engine, evidence=evidence, fix=fix)
+    elif not case.launch.drafter:
+        title = "EAGLE3 without --speculative-draft-model-path"
+        yield Finding.of("K130", title, engine=case.engine, evidence=evidence)
+    else:
+        yield Finding.of("K130", status="pass", engine=case.engine, evidence=evidence)
+
+
+def aux_layers(case: Case) -> Iterator[Finding]:
+    """K132: the boundaries in force against those of training."""
+    if case.contract.boundaries is None and case.target is None:
+        yield Finding.of("K132", "no target was named, so the default boundaries are unknown", status="not-run")
+        return
+    if case.served.capture_off:
+        yield Finding.of("K132", "nothing is captured; see K133", status="not-applicable", engine=case.engine)
+        return
+    served_at, source = case.served.wiring.boundaries, case.contract.sources.get("boundaries", "")
+    evidence = [
+        Evidence("config", f"trained {list(case.contract.boundaries or ())} ({source}) · served {list(served_at)}")
+    ]
+    if case.contract.boundaries is None:
+        n = case.target.layers
+        usual, hooked = [2, n // 2, n - 3], [3, n // 2 + 1, n - 2]
+        title = f"the boundaries are not stored; they are {usual} or, by this trainer's own data generation, {hooked}"
+        yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning")
+    elif tuple(served_at) != tuple(case.contract.boundaries):
+        title = f"trained on boundaries {list(case.contract.boundaries)}, served with {list(served_at)}"
+        yield Finding.of("K132", title, engine=case.engine, evidence=evidence)
+    else:
+        yield Finding.of("K132", status="pass", engine=case.engine, evidence=evidence)
+
+
+def fc_bypassed(case: Case) -> Iterator[Finding]:
+    """K133: the width that arrives decides whether fc runs."""
+    c, w = case.contract, case.served.wiring
+    if not c.use_aux and "fc.weight" not in c.has:
+        yield Finding.of("K133", "this drafter has no fc", status="not-applicable")
+        return
+    width = c.target_hidden if case.served.capture_off else c.aux_states * c.target_hidden
+    evidence = [
+        Evidence(
+            "config",
+            f"{width} features arrive, the embedding has {c.hidden}: {width} != {c.hidden} is {w.fc}",
+            {"width": width},
+        )
+    ]
+    if w.fc:
+        yield Finding.of("K133", status="pass", engine=case.engine, evidence=evidence)
+        return
+    route = {
+        "config": "(i) eagle_config.use_aux_hidden_state is false: own head and d2t are kept",
+        "algorithm": f"(ii) algorithm {case.launch.algorithm}: the target's head runs and d2t is ignored as well",
+    }.get(case.served.capture_off, "the drafter takes a single state")
+    yield Finding.of("K133", f"fc does not run, by route {route}", engine=case.engine, evidence=evidence)

@@ -1,0 +1,129 @@
+"""Engine knowledge: the data's schema, its windows, and what the rules make of a drafter in each release."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from tiny import contract_of, write_drafter
+
+from kitlib.contract import TargetInfo
+from kitlib.engines import Engine, accept_rate, rules, served
+from kitlib.findings import KitError
+
+SGLANG = Engine.load("sglang")
+ONE_ROW = ("loader", "config", "fc", "capture", "d2t", "head", "later_norm", "rate", "unloaded")  # one row a release
+
+
+@pytest.mark.parametrize("table", [t for t, rows in SGLANG.data.items() if isinstance(rows, list)])
+def test_every_entry_has_a_window_and_a_source(table):
+    for row in SGLANG.data[table]:
+        assert isinstance(row["source"], str) and row["source"].strip()
+        SpecifierSet(row["window"])
+    if table in ONE_ROW:
+        for release in SGLANG.releases:
+            assert len(SGLANG.entries(table, release)) == 1, f"{table} has not one row for {release}"
+
+
+@pytest.mark.parametrize("release", SGLANG.releases)
+def test_algorithms_and_formulas_are_known(release):
+    for name in ("EAGLE", "EAGLE3"):
+        assert len(SGLANG.entries("algorithm", release, name=name)) == 1
+    assert SGLANG.entry("rate", release)["formula"] in rules.RATES
+
+
+def test_specifiers():
+    assert SGLANG.resolve("sglang==0.5.9") == ("0.5.9",) == SGLANG.resolve("0.5.9")
+    assert SGLANG.resolve("sglang>=0.5.6,<=0.5.9") == ("0.5.6", "0.5.7", "0.5.8", "0.5.9")
+    assert SGLANG.resolve("all") == SGLANG.releases and len(SGLANG.releases) == 29
+    assert SGLANG.resolve("") == (SGLANG.default,)
+    for bad in ("sglang=0.5", "vllm==1", "sglang>=9", "sglang==x.y"):
+        with pytest.raises(KitError):
+            SGLANG.resolve(bad)
+
+
+def test_releases_that_were_not_read_borrow_and_say_so():
+    assert SGLANG.known("0.5.9") == ("0.5.9", "")
+    assert SGLANG.known("0.5.0")[0] == "0.4.10" and "not read" in SGLANG.known("0.5.0")[1]
+    assert SGLANG.known("0.9.0")[0] == "0.5.23" and "newer" in SGLANG.known("0.9.0")[1]
+    with pytest.raises(KitError, match="older"):
+        SGLANG.known("0.3.0")
+
+
+def test_a_new_release_is_a_data_change(tmp_path, monkeypatch, tiny_target):
+    """A fictitious 0.6.0 that renames the layer is one row; no code changes."""
+    data = {**SGLANG.data, "engine": {**SGLANG.data["engine"], "read": [*SGLANG.releases, "0.6.0"]}}
+    old = [{**r, "window": r["window"] + ",<0.6"} if r["window"] == ">=0.5.12" else r for r in data["loader"]]
+    row = {**data["loader"][-1], "window": ">=0.6", "block": "decoder", "rename": [], "source": "fictitious"}
+    monkeypatch.setattr(rules, "_load", lambda name: Engine(name, {**data, "loader": [*old, row]}))
+    checkpoint, contract, _ = contract_of(write_drafter(tmp_path / "d"), tiny_target)
+    info = TargetInfo.of(tiny_target)
+    assert len(served(checkpoint, contract, "0.6.0", target=info).of("dropped")) == 10
+    assert not served(checkpoint, contract, "0.5.23", target=info).of("dropped")
+
+
+@pytest.mark.parametrize(
+    ("rename", "release", "dropped", "refused"),
+    [
+        (("layers.0.", "midlayer."), "0.4.6", 0, 0),
+        (("layers.0.", "midlayer."), "0.5.9", 0, 0),
+        (("layers.0.", "midlayer."), "0.5.20", 0, 0),
+        (("", ""), "0.4.6", 5, 5),  # q, k, v, gate, up raise KeyError; o, down and three norms are warned about
+        (("", ""), "0.4.9", 10, 0),
+        (("", ""), "0.5.9", 10, 0),
+        (("", ""), "0.5.11", 10, 0),
+        (("", ""), "0.5.12", 0, 0),
+        (("", ""), "0.5.23", 0, 0),
+        (("layers.0.", "draft_model.midlayer."), "0.5.20", 10, 0),
+        (("layers.0.", "model.layers.0."), "0.5.20", 0, 0),
+    ],
+)
+def test_fate_of_the_layer_by_name_and_release(tmp_path, tiny_target, rename, release, dropped, refused):
+    checkpoint, contract, trained = contract_of(write_drafter(tmp_path / "d", rename=rename), tiny_target)
+    state = served(checkpoint, contract, release, target=TargetInfo.of(tiny_target))
+    assert (len(state.of("dropped")), len(state.of("refused"))) == (dropped, refused)
+    assert len(state.missing) == dropped + refused and state.wiring.dropped == state.missing
+    assert bool(state.refused) == bool(refused)
+    if not dropped:
+        assert trained.diff(state.wiring) == {}
+
+
+def test_algorithm_eagle_bypasses_fc_borrows_the_head_and_ignores_d2t(tmp_path, tiny_target):
+    checkpoint, contract, trained = contract_of(write_drafter(tmp_path / "d"), tiny_target)
+    state = served(checkpoint, contract, "0.5.20", target=TargetInfo.of(tiny_target), algorithm="EAGLE")
+    assert state.capture_off == "algorithm"
+    assert set(trained.diff(state.wiring)) == {"capture", "fc", "head_source", "d2t", "logit_cut"}
+    old = served(checkpoint, contract, "0.4.6", target=TargetInfo.of(tiny_target), algorithm="EAGLE")
+    assert not old.wiring.logit_cut
+    with pytest.raises(KitError, match="no rules"):
+        served(checkpoint, contract, "0.5.20", target=TargetInfo.of(tiny_target), algorithm="MEDUSA")
+
+
+def test_capture_switched_off_keeps_head_and_d2t(tmp_path, tiny_target):
+    folder = write_drafter(tmp_path / "d", eagle_config={"use_aux_hidden_state": False})
+    checkpoint, contract, _ = contract_of(folder, tiny_target)
+    state = served(checkpoint, contract, "0.5.20", target=TargetInfo.of(tiny_target))
+    assert state.capture_off == "config" and not state.wiring.fc
+    assert (state.wiring.head_source, state.wiring.d2t) == ("own", "offset")
+    assert not served(checkpoint, contract, "0.5.6", target=TargetInfo.of(tiny_target)).capture_off  # not read yet
+
+
+def test_explicit_ids_are_shifted_where_they_are_read(tmp_path, tiny_target):
+    folder = write_drafter(tmp_path / "d", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
+    checkpoint, contract, trained = contract_of(folder, tiny_target)
+    info = TargetInfo.of(tiny_target)
+    assert trained.boundaries == served(checkpoint, contract, "0.5.20", target=info).wiring.boundaries == (1, 3, 5)
+    assert served(checkpoint, contract, "0.4.6", target=info).wiring.boundaries == (2, 4, 5)  # defaults only
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [("0.5.3", None), ("0.5.4", 0.2), ("0.5.5", 0.2), ("0.5.6", 0.2), ("0.5.9", 0.2), ("0.5.10", 0.2), ("0.5.11", 0.0), ("0.5.20", 0.0)],
+)
+def test_zero_acceptance_at_five_draft_tokens_prints_what_the_story_saw(release, expected):
+    rate, formula = accept_rate(release, a=0, v=40, draft_tokens=5, steps=4)
+    assert rate == expected and (formula == "none") == (expected is None)
+
+
+def test_full_acceptance_prints_one_in_every_formula():
+    for release in ("0.5.4", "0.5.9", "0.5.11"):
+        assert accept_rate(release, a=160, v=40, draft_tokens=5, steps=4)[0] == 1.0
