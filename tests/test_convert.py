@@ -8,11 +8,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_files import packed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kitlib import convert as module
 from kitlib.checkpoint import INDEX, Checkpoint
@@ -222,7 +225,7 @@ TWO_LAYERS = speculators(
         (speculators(), {}, "sglang==0.4.6", "K132", "layer ids"),
         (speculators(), {}, "vllm==0.11.0", "K132", "0.13"),
         (speculators(**{IDS: [0, 8, 13]}), {}, "sglang==0.5.9", "K132", "boundaries None"),
-        (speculators(draft_vocab_size=VD + 1), {}, "sglang==0.5.9", "K106", "repair the source first"),
+        (speculators(draft_vocab_size=VD + 1), {}, "sglang==0.5.9", "K106", "repair the source"),
     ],
 )
 def test_what_the_reader_cannot_express_is_refused_unless_forced(tmp_path, config, kind, to, code, says):
@@ -404,6 +407,53 @@ def test_the_result_opens_in_the_safetensors_library_and_shares_pages_with_the_s
         assert file.metadata() == {"format": "pt", "made": "by hand"}
     old, new = (Checkpoint.open(tmp_path / d).tensors["d2t"].start for d in ("in", "out"))
     assert old % 8 or old % 4096 == new % 4096
+
+
+PLACES = [(k,) for k in CONFIGS["midlayer."]] + [
+    ("eagle_config", IDS),
+    ("eagle_config", "use_aux_hidden_state"),
+    ("kitlib",),
+]
+PLACES += [("rope_parameters",), ("rope_scaling",), (IDS,), ("transformer_layer_config",), ("speculators_config",)]
+PLACES += [("target_hidden_size",), ("norm_before_residual",), ("norm_before_fc",), ("fc_norm",), ("kitlib", "kept")]
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**40)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+)
+ODD = st.recursive(
+    ODD, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["kept", "type", "x"]), inner)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    place=st.sampled_from(PLACES),
+    value=ODD,
+    to=st.sampled_from(["sglang==0.5.9", "sglang==0.5.20", "vllm", "speculators"]),
+)
+def test_an_odd_config_is_a_sentence_or_a_finding(place, value, to):
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads(json.dumps(CONFIGS["midlayer."]))
+        inner = config
+        for key in place[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[place[-1]] = value
+        source = drafter(Path(folder, "in"), config=config)
+        try:
+            convert(source, Path(folder, "out"), to)
+        except KitError as error:
+            assert "\n" not in str(error)
+            assert os.listdir(folder) == ["in"]
+
+
+def test_the_drafters_own_embedding_is_a_warning_where_the_target_s_is_used(tmp_path, monkeypatch):
+    whole = {**shapes("layers.0."), "embed_tokens.weight": ("BF16", (V, H))}
+    monkeypatch.setitem(globals(), "shapes", lambda *_args, **_kind: whole)
+    report = convert(drafter(tmp_path / "in", "layers.0."), tmp_path / "out", "sglang==0.5.9")
+    assert report.exit_code == 0 and "K111" in {f.code for f in report.warnings}
 
 
 def test_conversion_imports_no_torch():

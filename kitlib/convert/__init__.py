@@ -58,11 +58,12 @@ def convert(
         raise KitError(f"{out} lies inside the checkpoint, which is never touched; name a folder outside {source}.")
     info = TargetInfo.of(target) if target else None
     plan = Plan.of(checkpoint, form, info)
-    sick = check(source, target=target, engines=(form.to if form.engine == "sglang" else "",)).errors
-    goes_along = [f for f in sick if f.code in INHERENT and not (f.code == "K110" and plan.rewritten)]
-    plan = replace(plan, findings=(*plan.findings, *goes_along))
+    if not plan.errors or force:  # what the rules have nothing against may still be sick in itself
+        sick = check(source, target=target, engines=(form.to if form.engine == "sglang" else "",)).errors
+        goes_along = [f for f in sick if f.code in INHERENT and not (f.code == "K110" and plan.rewritten)]
+        plan = replace(plan, findings=(*plan.findings, *goes_along))
     if plan.errors and not force:
-        raise KitError(_refusal(checkpoint, plan, info, bool(goes_along)))
+        raise KitError(_refusal(checkpoint, plan, info))
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     stop, work = threading.Event(), None
     with ThreadPoolExecutor(1) as hasher:
@@ -219,12 +220,10 @@ def _checked(folder: Path, plan: Plan, target: str | Path | None) -> Report:
     return replace(report, findings=more + report.findings)
 
 
-def _refusal(source: Checkpoint, plan: Plan, target: TargetInfo | None, sick: bool) -> str:
+def _refusal(source: Checkpoint, plan: Plan, target: TargetInfo | None) -> str:
     """One sentence: what speaks against it, and what would do instead."""
-    text, do = "; ".join(f"{f.code} {f.title}" for f in plan.errors[:3]), "choose another reader"
-    if sick:
-        do = "repair the source first"
-    elif plan.form.engine == "sglang":
+    text, do = "; ".join(f"{f.code} {f.title}" for f in plan.errors[:3]), "repair the source or choose another reader"
+    if plan.form.engine == "sglang" and all(f.engine for f in plan.errors):  # no fault of the source itself
         releases = Engine.load().releases
         later = releases[releases.index(Engine.load().known(plan.form.release)[0]) + 1 :]
         good = next((r for r in later if not Plan.of(source, Form.of(f"sglang=={r}"), target).errors), None)

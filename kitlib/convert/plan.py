@@ -22,7 +22,8 @@ from ..findings import Evidence, Finding, KitError
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
 KEPT = ("speculators_config", "speculators_version", "eagle_config")  # restored from `kitlib.kept` on the way back
-AWAY = (*KEPT, LAYER, IDS, "num_aux_hidden_states", "use_aux_norm", "kitlib", "speculators_model_type", "architectures")
+AWAY = (*KEPT, LAYER, IDS, "num_aux_hidden_states", "use_aux_norm", "kitlib", "speculators_model_type")
+AWAY += ("architectures", "auto_map")  # no remote code goes along
 FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 OUTER = (*FLAGS, IDS, "num_aux_hidden_states", "kitlib", "eagle_config", "norm_before_residual", "architectures")
 OUTER += ("draft_vocab_size", "target_hidden_size", "tie_word_embeddings", "torch_dtype", "dtype")
@@ -143,9 +144,9 @@ def _names(source: Checkpoint, form: Form) -> dict[str, str]:
 def _config(source: Checkpoint, c: Contract, form: Form) -> dict[str, Any]:
     """config.json for the reader: the source's own fields, moved, and what it left to defaults."""
     old = source.config
-    layer, ours = (v if isinstance(v := old.get(k), Mapping) else {} for k in (LAYER, "kitlib"))
-    kept = {**(ours.get("kept") or {}), **{k: old[k] for k in KEPT if k in old}}
-    eagle = {k: v for k, v in (kept.pop("eagle_config", None) or {}).items() if k not in (IDS, "norm_before_fc")}
+    layer, kept = _map(old.get(LAYER)), _map(_map(old.get("kitlib")).get("kept"))
+    kept = {**kept, **{k: old[k] for k in KEPT if k in old}}
+    eagle = {k: v for k, v in _map(kept.pop("eagle_config", None)).items() if k not in (IDS, "norm_before_fc")}
     new = {k: v for k, v in {**layer, **old}.items() if k not in AWAY}
     architecture = c.architecture if OTHER_LAYERS.search(c.architecture) else form.architecture
     new = {"architectures": [architecture], "model_type": "llama", **new}
@@ -180,6 +181,10 @@ def _config(source: Checkpoint, c: Contract, form: Form) -> dict[str, Any]:
     return {**outer, LAYER: {**new, "tie_word_embeddings": outer["tie_word_embeddings"]}}
 
 
+def _map(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _offsets(source: Checkpoint, c: Contract) -> dict[str, bytes]:
     """d2t as offsets where the file holds absolute ids; {} where it holds offsets already, or neither."""
     held = {source.canonical(name): name for name in source.tensors}
@@ -203,6 +208,8 @@ def _against(c: Contract, result: Checkpoint, form: Form, target: TargetInfo | N
         engine = form.to if form.release else None
         return Finding.of(code, title, engine=engine, evidence=[Evidence("config", title)], **more)
 
+    for text in c.contradictions:
+        yield Finding.of("K106", text, evidence=[Evidence("config", text)])
     back, version = Contract.of(result, target), Version(form.release or "0")
     if form.engine == "sglang":
         depth = target or TargetInfo("", c.target_hidden, c.vocab, 32, False, None, {})
