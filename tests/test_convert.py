@@ -251,10 +251,28 @@ def test_the_last_layer_is_out_of_reach_for_most_targets(tmp_path, architecture)
         convert(source, tmp_path / "out", "sglang==0.5.12", target=target)
 
 
-def test_ids_that_equal_the_default_suit_a_release_that_reads_none(tmp_path):
+def test_ids_that_equal_the_default_suit_a_release_that_reads_none(tmp_path, monkeypatch):
     target = tmp_path / "config.json"
     target.write_text(json.dumps({"hidden_size": H, "vocab_size": V, "num_hidden_layers": 16}))  # default: 2, 8, 13
+    whole = {**shapes("midlayer."), "fc.bias": ("BF16", (H,))}  # releases before 0.4.9 build fc with a bias
+    monkeypatch.setitem(globals(), "shapes", lambda *_args, **_kind: whole)
     assert convert(drafter(tmp_path / "in"), tmp_path / "out", "sglang==0.4.6", target=target).exit_code == 0
+
+
+def test_what_no_tensor_fills_is_refused_before_anything_is_copied(tmp_path, monkeypatch):
+    whole = {n: s for n, s in shapes("midlayer.").items() if n != "midlayer.mlp.up_proj.weight"}
+    monkeypatch.setitem(globals(), "shapes", lambda *_args, **_kind: whole)
+    phases = []
+    with pytest.raises(KitError, match=r"K103 .*layers\.0\.mlp\.up_proj"):
+        convert(drafter(tmp_path / "in"), tmp_path / "out", progress=lambda *now: phases.append(now))
+    assert not phases and os.listdir(tmp_path) == ["in"]
+
+
+def test_a_trained_tensor_that_would_be_dropped_is_refused(tmp_path, monkeypatch):
+    whole = {**shapes("midlayer."), "midlayer.self_attn.q_norm.weight": ("BF16", (16,))}
+    monkeypatch.setitem(globals(), "shapes", lambda *_args, **_kind: whole)
+    with pytest.raises(KitError, match=r"K104 .*layers\.0\.self_attn\.q_norm"):
+        convert(drafter(tmp_path / "in"), tmp_path / "out", "sglang==0.5.20")
 
 
 def test_later_layers_get_the_norm_their_reader_runs(tmp_path):

@@ -219,6 +219,11 @@ def _against(c: Contract, result: Checkpoint, form: Form, target: TargetInfo | N
                 continue
             soft = {"severity": "warning"} if field == "embed_source" else {}  # the same weights, if it was frozen
             yield finding(CODES.get(field, "K123"), f"{form.to} runs {field} {runs}, training had {trained}", **soft)
+        own = c.target_hidden != c.hidden  # else the target's embedding is used, and no tensor is needed for it
+        if lost := [n for n in state.missing if own or n != "embed_tokens.weight"]:
+            yield finding("K103", f"{form.to} builds {', '.join(lost[:4])} and would get no tensor for it")
+        if gone := [f.name for f in state.of("dropped", "refused") if result.canonical(f.name)]:
+            yield finding("K104", f"{form.to} has no parameter for {', '.join(gone[:4])}", severity="error")
         if state.refused:
             yield finding("K120", f"{form.to} refuses it: {state.refused}")
     elif form.engine == "vllm":
