@@ -109,7 +109,7 @@ def _parser() -> Parser:
     one.add_argument("out", metavar="OUT")
     one.set_defaults(run=_lab_plant)
     one = actions.add_parser("train", help="retrain the drafter from data/lab-train.jsonl.gz")
-    one.add_argument("--out", required=True, metavar="DIR")
+    one.add_argument("--out", default="", metavar="DIR", help="default: lab/trained in the cache")
     one.set_defaults(run=_lab_train)
     return parser
 
@@ -259,8 +259,9 @@ def _lab_plant(args: argparse.Namespace) -> int:
 def _lab_train(args: argparse.Namespace) -> int:
     from . import lab
     from .lab.train import train
+    from .paths import cache
 
-    train(lab.target_path(), lab.DATA / "lab-train.jsonl.gz", Path(args.out))
+    train(lab.target_path(), lab.DATA / "lab-train.jsonl.gz", Path(args.out or cache() / "lab" / "trained"))
     return 0
 
 

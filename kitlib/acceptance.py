@@ -167,22 +167,19 @@ def draft_everywhere(drafter: Drafter, states: Tensor, ids: Tensor, steps: int) 
     return torch.stack(drafts, -1)
 
 
-def walk(drafts: Sequence[Sequence[int]], text: Text, stop_ids: frozenset[int]) -> tuple[int, ...]:
+def walk(drafts: Sequence[Sequence[int]], text: Text) -> tuple[int, ...]:
     """Rounds along the recorded greedy text: each starts at the newest token and accepts while drafts agree.
 
-    A round that starts within the limit is judged whole, on the tokens recorded past the limit. Only where the
-    record itself ends inside a round (it has no lookahead) is that round left out.
+    A round that starts within the answer is judged whole, past the limit and past a stop token, as SGLang's own
+    histogram counts it. Only where the record ends inside a round (it has no lookahead) is that round left out.
     """
     ids, newest, rounds = text.ids, text.prompt, []
-    last = text.prompt + text.limit - 1  # the token at the limit starts no round
-    while newest < last and ids[newest] not in stop_ids:
+    last = min(text.prompt + text.limit, len(ids)) - 1  # the answer's last token starts no round
+    while newest < last:
         row, accepted = drafts[newest - 1], 0
         while accepted < len(row) and newest + 1 + accepted < len(ids) and row[accepted] == ids[newest + 1 + accepted]:
             accepted += 1
-            if ids[newest + accepted] in stop_ids:
-                break
-        stopped = accepted and ids[newest + accepted] in stop_ids
-        if accepted < len(row) and not stopped and newest + 1 + accepted >= len(ids):
+        if accepted < len(row) and newest + 1 + accepted >= len(ids):
             break
         rounds.append(accepted)
         newest += accepted + 1
@@ -193,7 +190,6 @@ def replay(
     drafter: Drafter,
     states: Iterable[States],
     steps: int,
-    stop_ids: frozenset[int],
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Acceptance:
     """Exact acceptance without running the target again: `steps` drafter passes for each text, then a walk."""
@@ -201,7 +197,7 @@ def replay(
     for s in progress(states):
         ids = torch.tensor(s.text.ids, device=drafter.target_embed.device)
         drafts = draft_everywhere(drafter, s.select(drafter.wiring).to(ids.device), ids, steps)
-        rounds.append(walk(drafts.tolist(), s.text, stop_ids))
+        rounds.append(walk(drafts.tolist(), s.text))
     return Acceptance(tuple(rounds), steps)
 
 
@@ -230,7 +226,7 @@ def speculate(
     out.append(choices[-1])
     tokens = [*prompt[1:], choices[-1]]  # the token that follows each state
     before, done = list(prompt), 0  # tokens of the states themselves; rows in the drafter's cache
-    while out[-1] not in stops and len(out) < max_new_tokens:
+    while not stops & set(out) and len(out) < max_new_tokens:
         paired = torch.tensor(tokens if wiring.token_shift == 1 else before, device=device)
         hidden = drafter.fuse(states.to(drafter.target_embed.dtype))
         hidden = drafter.step(paired, hidden, torch.arange(done, done + len(paired), device=device), attend)[-1:]
@@ -245,10 +241,7 @@ def speculate(
         accepted = 0
         while accepted < steps and drafts[accepted] == choices[accepted]:
             accepted += 1
-            if drafts[accepted - 1] in stops:
-                break
-        stopped = accepted and drafts[accepted - 1] in stops
-        new = drafts[:accepted] + ([] if stopped else [choices[accepted]])
+        new = [*drafts[:accepted], choices[accepted]]
         rounds.append(accepted)
         before, tokens, states = [out[-1], *new[:-1]], new, states[: len(new)]
         cache.crop(cache.get_seq_length() - (steps + 1 - len(new)))

@@ -80,7 +80,7 @@ class Session:
         """Exact acceptance of the drafter under a wiring, over all texts."""
         wiring = wiring or self.trained
         drafter, _ = self.load(wiring)
-        return replay(drafter, self.states([wiring]), self.steps, self.target.stop_ids)
+        return replay(drafter, self.states([wiring]), self.steps)
 
     def shifted(self) -> dict[str, Acceptance]:
         """Acceptance at the trained boundaries, and with all of them one lower and one higher."""
@@ -231,8 +231,9 @@ def compare_wirings(session: Session, wirings: dict[str, Wiring]) -> list[dict]:
             width = selected.shape[-1]
             entering.append(drafter.fuse(selected))
             ids = torch.tensor(s.text.ids, device=selected.device)
-            drafts = draft_everywhere(drafter, selected, ids, 1)[s.text.prompt - 1 : -1, 0]
-            answer = ids[s.text.prompt + 1 :]
+            end = s.text.prompt + s.text.limit
+            drafts = draft_everywhere(drafter, selected, ids, 1)[s.text.prompt - 1 : end - 2, 0]
+            answer = ids[s.text.prompt + 1 : end]
             hits, total = hits + int((drafts == answer).sum()), total + len(answer)
         entering = torch.cat(entering)
         reference = entering if reference is None else reference

@@ -24,12 +24,13 @@ from .findings import KitError, write_atomic
 class Text:
     """One prompt and the target's own greedy answer.
 
-    `ids` may run past `limit` generated tokens, so that the round which crosses the limit can be judged whole.
+    `ids` run past the answer (past its limit or its stop token), so that the round which crosses its end can be
+    judged whole.
     """
 
     ids: tuple[int, ...]
     prompt: int  # tokens of the prompt
-    limit: int  # generated tokens that count
+    limit: int  # tokens of the answer, a stop token included
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -112,7 +113,10 @@ class Target:
 
     @torch.inference_mode()
     def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int = 32) -> list[tuple[int, ...]]:
-        """transformers' own greedy answers (stop id included), in left-padded batches."""
+        """transformers' own greedy continuations, through stop ids, in left-padded batches."""
+        from transformers import GenerationConfig
+
+        plain = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
         answers: list[tuple[int, ...]] = []
         for at in range(0, len(prompts), batch):
             part = prompts[at : at + batch]
@@ -125,11 +129,9 @@ class Target:
             out = self.model.generate(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                pad_token_id=0,
+                generation_config=plain,
             )
-            answers += [_until(row, self.stop_ids) for row in out[:, width:].tolist()]
+            answers += map(tuple, out[:, width:].tolist())
         return answers
 
     def record(
@@ -139,7 +141,7 @@ class Target:
         lookahead: int = 8,
         cache: Path | None = None,
     ) -> list[Text]:
-        """Greedy texts with `lookahead` tokens past the limit; kept in `cache` (a folder) when one is given."""
+        """Greedy texts with `lookahead` tokens past their end; kept in `cache` (a folder) when one is given."""
         what = (str(self.info.path), dict(self.info.config), [list(p) for p in prompts], max_new_tokens, lookahead)
         where = (str(self.model.dtype), self.device.type, torch.__version__)
         key = hashlib.sha256(json.dumps([what, where], default=str).encode()).hexdigest()[:20]
@@ -150,7 +152,11 @@ class Target:
             answers = self.greedy(prompts, max_new_tokens + lookahead)
             if file:
                 write_atomic(file, json.dumps(answers))
-        return [Text((*p, *a), len(p), min(max_new_tokens, len(a))) for p, a in zip(prompts, answers, strict=True)]
+        texts = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            limit = len(_until(answer[:max_new_tokens], self.stop_ids))
+            texts.append(Text((*prompt, *answer[: limit + lookahead]), len(prompt), limit))
+        return texts
 
     @torch.inference_mode()
     def states(self, text: Text, boundaries: Iterable[int], normed: Iterable[int] = ()) -> States:
@@ -232,7 +238,7 @@ def read_prompts(path: str | Path, count: int = 0) -> list:
     return prompts[:count] if count else prompts
 
 
-def _until(ids: list[int], stops: frozenset[int]) -> tuple[int, ...]:
+def _until(ids: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
     """Ids up to and with the first stop id."""
     end = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
     return tuple(ids[:end])

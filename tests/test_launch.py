@@ -24,16 +24,20 @@ def test_several_lines_quotes_environment_and_comments():
     assert launch.env["HF_TOKEN"] == "…" and launch.flags["api-key"] == "…"
 
 
+DOCKER = "docker run lmsys/sglang python -m sglang.launch_server --model M --speculative-algorithm eagle3"
+VLLM = """vllm serve M --speculative-config '{"method": "eagle3", "model": "D", "num_speculative_tokens": 3}'"""
+
+
 @pytest.mark.parametrize(
     ("text", "engine", "algorithm", "drafter"),
     [
         ("sglang serve M --speculative-algorithm EAGLE --speculative-draft-model D", "sglang", "EAGLE", "D"),
-        ("docker run --gpus all lmsys/sglang python -m sglang.launch_server --model M --speculative-algorithm eagle3", "sglang", "EAGLE3", ""),
-        ("""vllm serve M --speculative-config '{"method": "eagle3", "model": "D", "num_speculative_tokens": 3}'""", "vllm", "EAGLE3", "D"),
+        (DOCKER, "sglang", "EAGLE3", ""),
+        (VLLM, "vllm", "EAGLE3", "D"),
         ("--speculative-algorithm EAGLE3 --speculative-draft-model-path D", "sglang", "EAGLE3", "D"),
         ("python -m sglang.launch_server --model-path M", "sglang", "", ""),
     ],
-)  # fmt: skip
+)
 def test_forms(text, engine, algorithm, drafter):
     launch = parse(text)
     assert (launch.engine, launch.algorithm, launch.drafter) == (engine, algorithm, drafter)
@@ -43,7 +47,8 @@ def test_forms(text, engine, algorithm, drafter):
     ("text", "why"),
     [
         ("", "no known server"), ("ls -l", "no known server"), ('python -m sglang.launch_server --x "', "quotes"),
-        ("vllm serve M --speculative-config '{'", "valid JSON"), ("vllm serve M --speculative-config '[]'", "JSON object"),
+        ("vllm serve M --speculative-config '{'", "valid JSON"),
+        ("vllm serve M --speculative-config '[]'", "JSON object"),
     ],
 )  # fmt: skip
 def test_refusals_are_one_sentence(text, why):

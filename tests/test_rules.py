@@ -117,7 +117,16 @@ def test_explicit_ids_are_shifted_where_they_are_read(tmp_path, tiny_target):
 
 @pytest.mark.parametrize(
     ("release", "expected"),
-    [("0.5.3", None), ("0.5.4", 0.2), ("0.5.5", 0.2), ("0.5.6", 0.2), ("0.5.9", 0.2), ("0.5.10", 0.2), ("0.5.11", 0.0), ("0.5.20", 0.0)],
+    [
+        ("0.5.3", None),
+        ("0.5.4", 0.2),
+        ("0.5.5", 0.2),
+        ("0.5.6", 0.2),
+        ("0.5.9", 0.2),
+        ("0.5.10", 0.2),
+        ("0.5.11", 0.0),
+        ("0.5.20", 0.0),
+    ],
 )
 def test_zero_acceptance_at_five_draft_tokens_prints_what_the_story_saw(release, expected):
     rate, formula = accept_rate(release, a=0, v=40, draft_tokens=5, steps=4)

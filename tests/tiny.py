@@ -70,7 +70,11 @@ def random_tensors(layers: int, config: dict) -> dict[str, torch.Tensor]:
     """Canonical names, seeded values, d2t offsets onto every second target id."""
     generator = torch.Generator().manual_seed(1)
     h, kv = HIDDEN, 16
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, 3 * h), "norm.weight": (h,), "lm_head.weight": (DRAFT_VOCAB, h)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, 3 * h),
+        "norm.weight": (h,),
+        "lm_head.weight": (DRAFT_VOCAB, h),
+    }
     for i in range(layers):
         p, width = f"layers.{i}.", 2 * h if i == 0 else h
         shapes |= {p + "self_attn.q_proj.weight": (h, width), p + "self_attn.o_proj.weight": (h, h)}
@@ -82,7 +86,10 @@ def random_tensors(layers: int, config: dict) -> dict[str, torch.Tensor]:
         shapes["input_norm.weight"] = (3 * h,)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (h,) for i in range(3)}
-    out = {n: torch.randn(s, generator=generator) * (0.3 if len(s) == 2 else 0.2) + (len(s) == 1) for n, s in shapes.items()}
+    out = {
+        n: torch.randn(s, generator=generator) * (0.3 if len(s) == 2 else 0.2) + (len(s) == 1)
+        for n, s in shapes.items()
+    }
     ids = torch.arange(0, VOCAB, 2)
     out["d2t"] = ids - torch.arange(DRAFT_VOCAB)
     out["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)

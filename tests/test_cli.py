@@ -1,0 +1,154 @@
+"""The command line as people meet it: help, one-sentence refusals with exit code 2, JSON and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+from tiny import write_drafter, write_target
+
+from kitlib.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    return write_drafter(tmp_path_factory.mktemp("cli") / "drafter")
+
+
+def refused(capsys, *argv) -> str:
+    """Exit code 2, nothing on stdout, one line on stderr without a traceback."""
+    assert main([str(a) for a in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kitlib: ") and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["check"], ["measure"], ["report"], ["explain"], ["lab"], ["lab", "plant"], ["lab", "train"]]
+)
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--help"])
+    assert done.value.code == 0 and "usage:" in capsys.readouterr().out
+
+
+def test_check_healthy_and_sick(capsys, drafter, tiny_target, tmp_path):
+    flags = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {drafter}"
+    launch = f"python -m sglang.launch_server --model-path {tiny_target} {flags}"
+    assert main(["check", "--launch", launch, "--engine", "sglang==0.5.9"]) == 0
+    assert "✓ no error found" in capsys.readouterr().out
+    (tmp_path / "launch.sh").write_text(launch.replace("EAGLE3", "EAGLE"))
+    assert main(["check", "--launch", f"@{tmp_path / 'launch.sh'}"]) == 1
+    assert "K130" in capsys.readouterr().out
+    sick = write_drafter(tmp_path / "sick", rename=("", ""))
+    assert main(["check", str(sick), "--target", str(tiny_target), "--engine", "sglang>=0.4.9,<=0.5.12"]) == 1
+    assert "[✗] K102 key-naming · sglang>=0.4.9,<=0.5.11" in capsys.readouterr().out
+    assert main(["check", str(sick), "--target", str(tiny_target), "--engine", "all"]) == 0  # a survey
+
+
+def test_json_is_one_object_and_nothing_else(capsys, drafter, tiny_target):
+    assert main(["check", str(drafter), "--target", str(tiny_target), "--engine", "0.5.9", "--json"]) == 0
+    raw = json.loads(capsys.readouterr().out)
+    assert {"kitlib", "subject", "findings", "not_run"} <= set(raw) and raw["subject"]["engines"] == ["sglang==0.5.9"]
+    keys = {
+        "code",
+        "slug",
+        "status",
+        "severity",
+        "engine",
+        "title",
+        "evidence",
+        "cause",
+        "effect",
+        "fix",
+        "learn",
+        "references",
+    }
+    assert all(set(f) == keys for f in raw["findings"])
+
+
+def broken(tmp_path, name):
+    folder = write_drafter(tmp_path / name)
+    file = folder / "model.safetensors"
+    if name == "missing":
+        return tmp_path / "nowhere"
+    if name == "empty file":
+        file.write_bytes(b"")
+    if name == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    if name == "huge header":
+        file.write_bytes(struct.pack("<Q", 10**11) + b"{}")
+    if name == "wrong json":
+        (folder / "config.json").write_text("{")
+    if name == "a list":
+        (folder / "config.json").write_text("[]")
+    if name == "pickle":
+        file.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "empty file", "truncated", "huge header", "wrong json", "a list", "pickle"]
+)
+def test_unreadable_input(capsys, tmp_path, tiny_target, name):
+    folder = broken(tmp_path, name)
+    refused(capsys, "check", folder)
+    refused(capsys, "measure", folder, "--target", tiny_target)
+    assert main(["check", str(folder), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "K101"
+
+
+def test_bad_arguments(capsys, drafter, tiny_target, tmp_path):
+    assert "invalid choice: 'chek'" in refused(capsys, "chek")
+    assert "required" in refused(capsys)
+    assert "No drafter was named" in refused(capsys, "check")
+    assert "no engine release" in refused(capsys, "check", drafter, "--engine", "sglang=0.5")
+    assert "unrecognized" in refused(capsys, "check", drafter, "--nothing")
+    assert "Cannot read the target" in refused(capsys, "check", drafter, "--target", tmp_path / "absent")
+    assert "no known server" in refused(capsys, "check", drafter, "--launch", "ls")
+    assert "Cannot read the launch" in refused(capsys, "check", drafter, "--launch", f"@{tmp_path / 'x'}")
+    assert "no finding" in refused(capsys, "explain", "K999")
+    assert "both a drafter and its --target" in refused(capsys, "measure", drafter)
+    assert "at least 1" in refused(capsys, "measure", "--steps", "0")
+    assert "no fault" in refused(capsys, "lab", "plant", "x", tmp_path / "y")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"ids": [3, 4]}\n')
+    with_prompts = ("measure", drafter, "--target", tiny_target, "--prompts", prompts)
+    assert "cannot be used here" in refused(capsys, *with_prompts, "--device", "cuda:77")
+    assert "no dtype" in refused(capsys, *with_prompts, "--dtype", "int3")
+
+
+def test_a_target_of_another_width(capsys, drafter, tmp_path):
+    other = write_target(tmp_path / "wide", hidden_size=64, num_attention_heads=8)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"ids": [3, 4]}\n')
+    text = refused(capsys, "measure", drafter, "--target", other, "--prompts", prompts)
+    assert "96 features" in text or "hidden size" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
+def test_read_only_output(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    assert "Cannot write" in refused(capsys, "lab", "plant", "healthy", tmp_path / "file" / "out")
+
+
+def test_measure_the_lab_in_json(capsys, lab_session):
+    assert main(
+        ["measure", "--count", "4", "--max-new-tokens", "16", "--json", "--device", "cpu", "--dtype", "float32"]
+    ) in (0, 1)
+    raw = json.loads(capsys.readouterr().out)
+    got = raw["acceptance"]
+    assert got["accept_length"] == pytest.approx(1 + got["accepted"] / got["rounds"], abs=1e-3)
+    assert (
+        sum(got["histogram"]) == got["rounds"]
+        and got["draft_steps"] == 4
+        and got["wiring"]["boundaries"] == [2, 15, 27]
+    )
+    assert (
+        main(["measure", "--count", "4", "--max-new-tokens", "16", "--wiring", "fc-bypass-eagle", "--device", "cpu"])
+        == 1
+    )
+    assert "M201" in capsys.readouterr().out
