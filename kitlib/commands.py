@@ -1,0 +1,196 @@
+"""What each command of the command line does; the arguments are declared in `__main__`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from . import findings
+from .findings import KitError, Report
+
+
+def _finish(report: Report, as_json: bool) -> int:
+    print(report.to_json() if as_json else _colour(str(report)))
+    return report.exit_code
+
+
+def _colour(text: str) -> str:
+    """Colour doubles the marks; it is left out for pipes and where NO_COLOR is set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    codes = {"✗": 31, "☠": 31, "!": 33, "✓": 32, "?": 33, "–": 2}
+    return re.sub(r"^\[(.)\]|^([✗✓?])", lambda m: f"\033[{codes[m[1] or m[2]]}m{m[0]}\033[0m", text, flags=re.M)
+
+
+def _launch(text: str | None):
+    """The parsed launch command; `@FILE` reads it from a file."""
+    from .launch import Launch, parse
+
+    if text and text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise KitError(f"Cannot read the launch command from {text[1:]} ({error}).") from None
+    return parse(text) if text else Launch()
+
+
+def check(args: argparse.Namespace) -> int:
+    """Pre-flight; a survey over `all` releases ends in 0."""
+    from . import checks
+
+    launch = _launch(args.launch)
+    drafter = args.drafter or launch.drafter
+    if not drafter:
+        raise KitError(
+            "No drafter was named; give its folder, or a --launch command with --speculative-draft-model-path."
+        )
+    target = args.target or (launch.target if Path(launch.target, "config.json").is_file() else None)
+    found = checks.check(drafter, target=target, engines=tuple(args.engine or [""]), launch=launch)
+    if unreadable := next((f for f in found.errors if f.code == "K101"), None):
+        if args.json:
+            print(found.to_json())
+        raise KitError(unreadable.title)
+    code = _finish(found, args.json)
+    return 0 if args.engine == ["all"] else code
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Exact acceptance offline."""
+    from . import diagnose, lab
+    from .features import read_prompts
+    from .paths import cache
+
+    if args.steps < 1 or args.max_new_tokens < 1:
+        raise KitError("--steps and --max-new-tokens must be at least 1.")
+    if bool(args.drafter) != bool(args.target):
+        raise KitError("Name both a drafter and its --target, or neither for the lab.")
+    session = diagnose.Session.open(
+        args.drafter or lab.drafter_path(),
+        args.target or lab.target_path(),
+        read_prompts(args.prompts or lab.PROMPTS, args.count),
+        max_new_tokens=args.max_new_tokens,
+        steps=args.steps,
+        device=args.device,
+        dtype=args.dtype,
+        cache=cache() / "greedy",
+    )
+    found = diagnose.measure(session, _wiring(args, session))
+    if not args.json:
+        got = found.extra["acceptance"]
+        low, high = got["interval"]
+        print(f"accept length {got['accept_length']:.3f} ({low:.2f}-{high:.2f}); {got['definition']}")
+        print(f"{got['accepted']} accepted draft tokens in {got['rounds']} rounds · histogram {got['histogram']}")
+    return _finish(found, args.json)
+
+
+def _wiring(args: argparse.Namespace, session):
+    """`trained`, `served`, a lab fault's name, or a file that `lab plant` wrote."""
+    from .contract import Wiring
+    from .engines import Engine, served
+    from .lab.faults import FAULTS
+
+    if args.wiring == "trained":
+        return session.trained
+    if args.wiring == "served":
+        launch = _launch(args.launch)
+        release = Engine.load(launch.engine).resolve(args.engine)[0]
+        state = served(
+            session.checkpoint,
+            session.contract,
+            release,
+            target=session.target.info,
+            algorithm=launch.algorithm or "EAGLE3",
+        )
+        return state.wiring
+    if args.wiring in FAULTS:
+        return FAULTS[args.wiring].wiring(session.trained)
+    try:
+        return Wiring.from_dict(json.loads(Path(args.wiring).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise KitError(
+            f"--wiring {args.wiring}: {error.strerror}; use trained, served, a lab fault or a wiring.json."
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise KitError(f"{args.wiring} is no wiring ({error}); `lab plant` writes one.") from None
+
+
+def report(args: argparse.Namespace) -> int:
+    """All notebooks as one report."""
+    from .report import parse_params, run
+
+    params = parse_params(args.pairs, Path(args.params) if args.params else None)
+    return run(params, Path(args.out)).exit_code
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Rewrite a drafter for an engine."""
+    from . import convert as conversion
+
+    say = (lambda *_: None) if args.json else _progress
+    found = conversion.convert(args.drafter, args.out, args.to, force=args.force, target=args.target, progress=say)
+    if not args.json:
+        print(f"{args.out} means to {args.to} what {args.drafter} means to its trainer")
+    return _finish(found, args.json)
+
+
+def _progress(phase: str, done: int, total: int) -> None:
+    """A line a phase, on stderr."""
+    if done == total:
+        print(f"{phase}: {total / 1e6:,.1f} MB", file=sys.stderr)
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Ask a release's own loader."""
+    from . import probe as prober
+
+    options = {"target": args.target, "wheel": args.wheel, "timeout": args.timeout, "device": args.device}
+    return _finish(prober.report(args.drafter, args.engine or [""], **options), args.json)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """The full text of a finding."""
+    print(findings.explain(args.code))
+    return 0
+
+
+def lab_fetch(_args: argparse.Namespace) -> int:
+    """Fetch and convert the lab's target."""
+    from . import lab
+
+    print(f"drafter {lab.drafter_path()}")
+    print(f"target  {lab.target_path()}")
+    return 0
+
+
+def lab_faults(_args: argparse.Namespace) -> int:
+    """List the plantable faults."""
+    from .lab.faults import FAULTS
+
+    for fault in FAULTS.values():
+        bound = f"accept length below {fault.ceiling:.2f}" if fault.ceiling else "no cliff"
+        seen = f"check finds {fault.found_by}" if fault.found_by else "only a measurement finds it"
+        print(f"{fault.name:<20} {fault.plants:<10} {fault.effect}\n{'':<31} {bound}; {seen}")
+    return 0
+
+
+def lab_plant(args: argparse.Namespace) -> int:
+    """Write a folder that has a fault."""
+    from .lab.faults import get, plant
+
+    fault = get(args.fault)
+    print(f"{plant(args.fault, args.out)}: {fault.effect}")
+    return 0
+
+
+def lab_train(args: argparse.Namespace) -> int:
+    """Retrain the lab's drafter."""
+    from . import lab
+    from .lab.train import train
+    from .paths import cache
+
+    train(lab.target_path(), lab.DATA / "lab-train.jsonl.gz", Path(args.out or cache() / "lab" / "trained"))
+    return 0
