@@ -187,6 +187,30 @@ def norms(rows: Rows) -> None:
             _names(axis, rows, key.replace("_", " ").capitalize())
 
 
+def timeline(events: Rows) -> None:
+    """Two clocks on one picture: what a poll of `/health` saw, each with its error bar, and the log's own stamps.
+
+    Events: {"clock": "health" or "log", "what", "time": datetime, "since": the poll before it, or None}.
+    """
+    start = min((e["time"] for e in events), default=None)
+    spans = [(e["time"] - (e.get("since") or e["time"])).total_seconds() for e in events]
+    ends = [(e["time"] - start).total_seconds() for e in events]
+    rows = [
+        {"clock": e["clock"], "what": e["what"], "time": f"{e['time']:%H:%M:%S}", "seconds": end, "error_bar_s": span}
+        for e, end, span in zip(events, ends, spans, strict=True)
+    ]
+    with _canvas("Marks", "Start-up by two clocks; what a poll saw happened within its error bar", rows, 3.4) as axis:
+        for n, (e, end, span) in enumerate(zip(events, ends, spans, strict=True)):
+            y, look = {"log": (0, "sC5"), "health": (1, "oC0")}[e["clock"]]
+            if span:
+                axis.plot([end - span, end], [y, y], color="C0", linewidth=7, alpha=0.35, label="since the poll before")
+            axis.plot(end, y, look)
+            axis.text(end, y + 0.1 + 0.19 * (n % 4), e["what"], fontsize=8)
+        axis.set_yticks([0, 1], ["log", "/health"])
+        axis.set_ylim(-0.3, 1.9)
+        axis.set_xlabel("Seconds since the first event")
+
+
 def interactive() -> bool:
     """Whether somebody can move a control here; KITLIB_HEADLESS=1 or =0 decides where it is set."""
     if os.environ.get("KITLIB_HEADLESS"):

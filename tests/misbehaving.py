@@ -143,7 +143,7 @@ if args.log:
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 children = [subprocess.Popen([sys.executable, "-c", stubborn]),
             subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)]
-orphan = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', %r]); print(p.pid)" % stubborn
+orphan = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', %r], stdout=-3); print(p.pid)" % stubborn
 born = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True)
 if args.pids:
     with open(args.pids + ".new", "w") as out:

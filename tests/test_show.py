@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from html.parser import HTMLParser
 
 import IPython.display
@@ -234,3 +235,20 @@ def test_selector_without_ipywidgets_is_static(monkeypatch, shown):
     monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: None)
     show.selector(["a"], str.upper, default="a")
     assert shown == [("A", None)]
+
+
+def test_timeline_shows_both_clocks_and_the_polling_error(shown):
+    day = datetime(2026, 1, 1, 16, 26, 59)
+    events = [
+        {"clock": "health", "what": "503", "time": day, "since": None},
+        {"clock": "log", "what": "ready", "time": day + timedelta(seconds=5), "since": None},
+        {"clock": "health", "what": "200", "time": day + timedelta(seconds=10), "since": day},
+    ]
+    show.timeline(events)
+    (drawn, metadata), (rows, _) = shown
+    alt = metadata["image/png"]["alt"]
+    assert "16:27:04" in alt and "16:27:09" in alt and "error_bar_s 10.000" in alt
+    assert "16:27:09" in rows.text and drawn["text/plain"] == alt
+    shown.clear()
+    show.timeline([])
+    assert "(no rows)" in shown[-1][0].text
