@@ -72,7 +72,7 @@ def healthy(bad=None, after: int = 0):
     asked = []
 
     def handle(request, path, body):
-        if path.startswith("/generate") or path.startswith("/v1/chat"):
+        if path.startswith(("/generate", "/v1/chat")):
             asked.append(path)
             if bad and len(asked) > after:
                 return bad(request, body)

@@ -295,9 +295,7 @@ def test_however_the_client_ends_the_server_ends(fake, tmp_path, how):
             os.kill(os.getpid(), getattr(signal, how))
             time.sleep(60)
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     expected = {"SIGKILL": -9, "SIGTERM": -15, "raise": 1, "exit": 0, "fork": 1}[how]
     assert done.returncode == expected and "AssertionError" not in done.stderr, done.stderr
     pids = list(map(int, (tmp_path / "pids").read_text().split()))

@@ -47,7 +47,7 @@ def test_the_server_accepts_exactly_what_the_replay_predicts(served, predicted):
     measured = Acceptance(run.rounds, run.draft_steps)
     assert measured.histogram == run.histogram == replayed.histogram
     assert (measured.verified, measured.accepted) == (run.verified, run.accepted)
-    assert measured.interval() == pytest.approx(run.interval) == pytest.approx(replayed.interval())
+    assert run.interval == pytest.approx(measured.interval()) and run.interval == pytest.approx(replayed.interval())
 
 
 def test_the_texts_are_those_of_transformers(served, predicted):
@@ -62,7 +62,7 @@ def test_health_is_seen_by_both_clocks_and_proves_nothing_alone(served):
     server, run, answer = served
     assert "Paris" in answer
     kinds = [e["what"] for e in server.timeline.events() if e["clock"] == "log"]
-    assert [k for k in kinds if k in ("arguments", "weights loaded", "ready")][::2] and kinds[-1] == "ready"
+    assert {"arguments", "weights loaded", "listening"} <= {*kinds} and kinds[-1] == "ready"
     polled = [e["what"] for e in server.timeline.events() if e["clock"] == "health"]
     assert polled[0] == "refused" and polled[-1] == "200"
     assert "no more than the polling interval" in server.timeline.explain()
