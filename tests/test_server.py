@@ -21,7 +21,18 @@ from misbehaving import cut, drip, endless, hang, healthy, serving, sse
 import kitlib.launch
 from kitlib.findings import KitError
 from kitlib.logs import Counts
-from kitlib.server import Client, Launch, attach, bench, choose_engine, compare, health_findings, start, text_findings
+from kitlib.server import (
+    Client,
+    Launch,
+    attach,
+    bench,
+    choose_engine,
+    compare,
+    health_findings,
+    start,
+    text_findings,
+    tie_gaps,
+)
 from kitlib.server.bench import Request, Run
 from kitlib.server.launch import threads
 
@@ -380,7 +391,17 @@ def test_texts_are_judged_by_the_rule_of_m205():
     assert status(other, same, "bfloat16", {}, 0.05) == "not-run"
     short = made([(1, 2), (4, 5, 6)])
     assert status(short, same, "float32") == "fail"
-    assert status(Run([[1]], 4, 1), made([(1,)]), "float32") == "not-run"
+    assert status(Run([[1, 2]], 4, 1), made([(1,)]), "float32") == "not-run"
+
+
+def test_gaps_are_asked_where_answers_part_and_odd_answers_give_none():
+    run, other = made([(1, 2, 3), (4, 5, 6)]), made([(1, 2, 3), (4, 9, 6)])
+    told = {"meta_info": {"output_top_logprobs": [[[-0.1, 5, None], [-0.35, 9, None]]]}}
+    with serving(healthy(lambda *_: (200, json.dumps(told).encode()))) as (url, seen):
+        assert tie_gaps(attach(url), run, other) == {1: pytest.approx(0.25)}
+    assert seen[-1][1]["input_ids"] == [1, 2, 4] and seen[-1][1]["top_logprobs_num"] == 2
+    with serving(healthy(lambda *_: (200, b'{"meta_info": {"output_top_logprobs": [[[null]]]}}'))) as (url, _):
+        assert tie_gaps(attach(url), run, other) == {}
 
 
 def test_speed_up_and_its_interval_come_from_paired_prompts():
@@ -388,7 +409,11 @@ def test_speed_up_and_its_interval_come_from_paired_prompts():
     told = compare(made(ids, seconds=1.0), made(ids, histogram=(0,) * 5, seconds=2.0))
     assert told["speedup"] == pytest.approx(2.0) and told["interval"] == pytest.approx((2.0, 2.0))
     assert (told["texts_identical"], told["texts_total"]) == (6, 6)
-    assert compare(Run([[1]], 4, 1, error="x"), made([(1,)]))["speedup"] is None
+    assert compare(Run([[1, 2]], 4, 1, error="x"), made([(1,)]))["speedup"] is None
+    with pytest.raises(KitError, match="different prompts"):
+        compare(made(ids), made(ids[:2]))
+    with pytest.raises(KitError, match="another number of answers"):
+        text_findings(made(ids), [(1,)], "float32")
 
 
 def test_the_interval_is_that_of_acceptance():

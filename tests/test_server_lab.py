@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kitlib.server import Launch, bench, health_findings, start, text_findings
+from kitlib.server import Launch, bench, health_findings, start, text_findings, tie_gaps
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="sglang is not installed in this environment"
@@ -74,3 +74,16 @@ def test_health_is_seen_by_both_clocks_and_proves_nothing_alone(served):
     floored = {f.code: f.status for f in health_findings(server, run, floor=1.0)}
     assert floored["S502"] == "pass"
     assert run.ttft and run.tokens_per_s and run.engine_says["accept_length"] > 1
+
+
+def test_the_gap_at_a_difference_is_the_target_s_own(served, predicted):
+    import torch
+
+    (server, run, _), (session, _) = served, predicted
+    altered = [(text[0] + 1, *text[1:]) for text in run.texts]  # as if the answers parted at the first token
+    gaps = tie_gaps(server, run, altered)
+    assert [*gaps] == [0, 1, 2, 3]
+    with torch.inference_mode():
+        logits = session.target.model(input_ids=torch.tensor([run.prompts[0]])).logits[0, -1]
+    first, second = logits.topk(2).values.tolist()
+    assert gaps[0] == pytest.approx(first - second, abs=1e-3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..findings import Evidence, Finding
+from ..findings import Evidence, Finding, KitError
 from .bench import Run, bootstrap
 from .serve import Server
 
@@ -41,7 +41,11 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
 
 def differences(run: Run, baseline: Texts) -> tuple[dict[int, int], int]:
     """{prompt number: first token (or character) at which the answers part}, and how many could be compared."""
-    apart, total = {}, 0
+    theirs, apart, total = getattr(baseline, "prompts", run.prompts), {}, 0
+    if [list(p) for p in theirs] != [list(p) for p in run.prompts]:
+        raise KitError("These two runs asked different prompts; compare runs on the same ones.")
+    if len(getattr(baseline, "texts", baseline)) != len(run.prompts):
+        raise KitError(f"{len(run.prompts)} prompts were asked, and another number of answers was recorded.")
     for i, (mine, other) in enumerate(zip(run.texts, getattr(baseline, "texts", baseline), strict=True)):
         if None in (mine, other) or isinstance(mine, str) != isinstance(other, str):
             continue
