@@ -10,6 +10,7 @@ _FRONT_DOOR = {
     "Contract": "contract",
     "KitError": "findings",
     "Report": "findings",
+    "Serving": "serving",
     "Session": "diagnose",
     "Wiring": "contract",
     "Workbench": "workbench",

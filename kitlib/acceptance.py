@@ -132,26 +132,28 @@ class Chains:
         passes.append((k, v))
         if len(passes) == 1:
             return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        (first_k, first_v), own = passes[0], passes[1:]  # [kv, L, D]
+        (first_k, first_v), own = passes[0], passes[1:]  # [kv, L, D], and [kv, rows, D] each
+        skip = first_k.shape[-2] - q.shape[-2]  # later passes may leave out the first rows
         group, scale = q.shape[0] // k.shape[0], q.shape[-1] ** -0.5
         q = q.unflatten(0, (k.shape[0], group)) * scale  # [kv, group, L, D]
         out = []
         for at in range(0, q.shape[-2], ROWS):
-            rows, end = q[..., at : at + ROWS, :], min(at + ROWS, q.shape[-2])
+            rows, to = q[..., at : at + ROWS, :], min(at + ROWS, q.shape[-2])
+            end = to + skip
             scores = rows @ first_k[:, None, :end].transpose(-1, -2)  # [kv, group, rows, end]
-            future = torch.ones(end - at, end, dtype=torch.bool, device=q.device).triu(at + 1)
-            chain = [(rows * kk[:, None, at:end]).sum(-1, keepdim=True) for kk, _ in own]
+            future = torch.ones(to - at, end, dtype=torch.bool, device=q.device).triu(at + skip + 1)
+            chain = [(rows * kk[:, None, at:to]).sum(-1, keepdim=True) for kk, _ in own]
             weights = torch.cat([scores.masked_fill(future, float("-inf")), *chain], -1).float().softmax(-1).to(q.dtype)
             mixed = weights[..., :end] @ first_v[:, None, :end]
             for i, (_, vv) in enumerate(own):
-                mixed = mixed + weights[..., end + i, None] * vv[:, None, at:end]
+                mixed = mixed + weights[..., end + i, None] * vv[:, None, at:to]
             out.append(mixed)
         return torch.cat(out, -2).flatten(0, 1)
 
 
 @torch.inference_mode()
-def draft_everywhere(drafter: Drafter, states: Tensor, ids: Tensor, steps: int) -> Tensor:
-    """Greedy drafts from every position: row t drafts the tokens after t + 1. Returns [L-1, steps] target ids.
+def draft_everywhere(drafter: Drafter, states: Tensor, ids: Tensor, steps: int, first: int = 0) -> Tensor:
+    """Greedy drafts from every position t >= first: the tokens after t + 1. Returns [L-1-first, steps] target ids.
 
     `states` is [L, K*Ht] (or [L, Ht]), `ids` [L].
     """
@@ -161,6 +163,8 @@ def draft_everywhere(drafter: Drafter, states: Tensor, ids: Tensor, steps: int) 
     positions, attend, drafts = torch.arange(rows, device=ids.device), Chains(), []
     for i in range(steps):
         hidden = drafter.step(tokens, hidden, positions + i, attend)
+        if i == 0:
+            hidden, positions = hidden[first:], positions[first:]
         tokens = drafter.draft(hidden)
         hidden = drafter.feedback(hidden)
         drafts.append(tokens)
@@ -170,13 +174,15 @@ def draft_everywhere(drafter: Drafter, states: Tensor, ids: Tensor, steps: int) 
 def walk(drafts: Sequence[Sequence[int]], text: Text) -> tuple[int, ...]:
     """Rounds along the recorded greedy text: each starts at the newest token and accepts while drafts agree.
 
+    `drafts` begin at the prompt's last position.
+
     A round that starts within the answer is judged whole, past the limit and past a stop token, as SGLang's own
     histogram counts it. Only where the record ends inside a round (it has no lookahead) is that round left out.
     """
     ids, newest, rounds = text.ids, text.prompt, []
     last = min(text.prompt + text.limit, len(ids)) - 1  # the answer's last token starts no round
     while newest < last:
-        row, accepted = drafts[newest - 1], 0
+        row, accepted = drafts[newest - text.prompt], 0
         while accepted < len(row) and newest + 1 + accepted < len(ids) and row[accepted] == ids[newest + 1 + accepted]:
             accepted += 1
         if accepted < len(row) and newest + 1 + accepted >= len(ids):
@@ -196,7 +202,7 @@ def replay(
     rounds = []
     for s in progress(states):
         ids = torch.tensor(s.text.ids, device=drafter.target_embed.device)
-        drafts = draft_everywhere(drafter, s.select(drafter.wiring).to(ids.device), ids, steps)
+        drafts = draft_everywhere(drafter, s.select(drafter.wiring).to(ids.device), ids, steps, s.text.prompt - 1)
         rounds.append(walk(drafts.tolist(), s.text))
     return Acceptance(tuple(rounds), steps)
 

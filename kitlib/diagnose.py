@@ -47,10 +47,11 @@ class Session:
         progress: Callable[[Iterable], Iterable] = iter,
     ) -> Session:
         """Load the target, record its greedy text on the prompts, and read the drafter's headers."""
-        checkpoint = Checkpoint.open(drafter)
-        contract = Contract.of(checkpoint, TargetInfo.of(target) if Path(target).exists() else None)
+        checkpoint, known = Checkpoint.open(drafter), Path(target).exists()
+        if known:
+            _fits(checkpoint, TargetInfo.of(target))
         model = Target.load(target, device=device, dtype=dtype)
-        _fits(contract, model.info)
+        contract = Contract.of(checkpoint, model.info)
         texts = model.record([model.encode(p) for p in prompts], max_new_tokens, steps + 1, cache)
         return cls(checkpoint, contract, model, texts, steps, progress)
 
@@ -103,10 +104,12 @@ class Session:
         return {name: self.measure(w) for name, w in wirings.items()}
 
 
-def _fits(contract: Contract, target: TargetInfo) -> None:
-    if contract.target_hidden != target.hidden:
+def _fits(checkpoint: Checkpoint, target: TargetInfo) -> None:
+    """KitError where the drafter was made for a target of another width."""
+    fc = next((t.shape for n, t in checkpoint.tensors.items() if checkpoint.canonical(n) == "fc.weight"), ())
+    if len(fc) == 2 and fc[1] % target.hidden:
         raise KitError(
-            f"The drafter was made for a target of hidden size {contract.target_hidden}, this one has {target.hidden}; "
+            f"The drafter's fc takes {fc[1]} features, no multiple of this target's hidden size {target.hidden}; "
             "name the target that it was trained on."
         )
 
@@ -232,7 +235,7 @@ def compare_wirings(session: Session, wirings: dict[str, Wiring]) -> list[dict]:
             entering.append(drafter.fuse(selected))
             ids = torch.tensor(s.text.ids, device=selected.device)
             end = s.text.prompt + s.text.limit
-            drafts = draft_everywhere(drafter, selected, ids, 1)[s.text.prompt - 1 : end - 2, 0]
+            drafts = draft_everywhere(drafter, selected, ids, 1, s.text.prompt - 1)[: s.text.limit - 1, 0]
             answer = ids[s.text.prompt + 1 : end]
             hits, total = hits + int((drafts == answer).sum()), total + len(answer)
         entering = torch.cat(entering)

@@ -175,8 +175,8 @@ class Drafter(nn.Module):
         head = {"own": lambda: self["lm_head.weight"], "embedding": lambda: self.embedding}.get(
             self.wiring.head_source, lambda: self.target_head
         )()
-        out = F.linear(rms_norm(hidden, self["norm.weight"], self.contract.eps), head)
-        return out[..., : self.contract.draft_vocab] if self.wiring.logit_cut else out
+        head = head[: self.contract.draft_vocab] if self.wiring.logit_cut else head
+        return F.linear(rms_norm(hidden, self["norm.weight"], self.contract.eps), head)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:  # [...] draft ids -> [...] target ids
         """Draft ids to target ids; an id past the vocabulary (a broken map) wraps, as it can match nothing anyway."""

@@ -219,7 +219,9 @@ class Workbench:
         rows = [{"field": "dialect", "value": contract.dialect.name, "from": contract.dialect.source}]
         return rows + [{"field": n, "value": getattr(contract, n), "from": contract.sources.get(n, "")} for n in names]
 
-    def finish(self, findings: Iterable[Finding], stem: str, **extra: Any) -> tuple[Report, Path]:
+    def finish(
+        self, findings: Iterable[Finding], stem: str, not_run: Iterable[dict] = (), **extra: Any
+    ) -> tuple[Report, Path]:
         """The notebook's report, saved as `<out>/<stem>.json`. A planted fault that was missed is an error."""
         found = list(findings)
         for told in self.story:
@@ -229,7 +231,7 @@ class Workbench:
         engines = [s.engine or Engine.load(s.launch.engine).default for s in self.stages[-1:]]
         subject = {"drafter": str(self.last.drafter), "target": str(self.target_path), "engines": engines}
         extra |= {"story": self.story} if self.story else {}
-        report = Report(subject, tuple(found), extra=extra)
+        report = Report(subject, tuple(found), tuple(not_run), extra)
         return report, report.save(Path(self.out or ROOT / "reports" / "interactive") / f"{stem}.json")
 
 

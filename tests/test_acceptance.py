@@ -53,7 +53,7 @@ def test_walk_judges_the_round_that_crosses_the_limit_whole(drafts_right, limit,
         [ids[t + 2 + i] if i < right else -1 for i in range(3)]
         for t, right in zip(range(3, 15), drafts_right, strict=True)
     ]
-    assert walk([[-1] * 3] * 3 + drafts, text) == rounds
+    assert walk(drafts, text) == rounds
 
 
 def test_walk_judges_a_round_whole_past_a_stop_token_and_leaves_out_one_the_record_cuts():
@@ -163,3 +163,4 @@ def test_drafts_do_not_see_the_future(tmp_path, tiny_target, target, prompts):
     whole = draft_everywhere(drafter, states, ids, 4)
     part = draft_everywhere(drafter, states[:20], ids[:20], 4)
     assert torch.equal(whole[:19], part)
+    assert torch.equal(whole[11:], draft_everywhere(drafter, states, ids, 4, first=11))

@@ -21,19 +21,20 @@ def write_target(folder: Path, **changes) -> Path:
     """A random LlamaForCausalLM without tokenizer; seeded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=2,
-        initializer_range=0.4,
-        **{"tie_word_embeddings": False, **changes},
-    )
+    values = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**values | changes)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

