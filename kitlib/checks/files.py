@@ -131,7 +131,8 @@ def shared_weights(case: Case) -> Iterator[Finding]:
 def _needed(case: Case, name: str) -> bool:
     """Known to the kit as something the drafter computes with."""
     canonical = case.checkpoint.canonical(name)
-    return canonical is None or canonical not in ("t2d", "embed_tokens.weight")
+    tied = canonical == "lm_head.weight" and case.contract.tie  # dropped, which K111 tells
+    return canonical is None or not (tied or canonical in ("t2d", "embed_tokens.weight"))
 
 
 def _pattern(names: list[str]) -> str:

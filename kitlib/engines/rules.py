@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,12 @@ def served(
             f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here."
         )
     trained = contract.trained(target or _shallow(contract))
+    places = {r["name"]: r["places"] for r in loaded.entries("flag", known)}
     flags = {
-        f: bool(getattr(trained, f)) and bool(loaded.entry("flag", known, name=f))
-        for f in ("norm_before_fc", "fc_norm")
+        f: any(lookup(checkpoint.config, p) for p in places.get(f, ()))
+        for f in ("norm_before_fc", "fc_norm", "norm_output")
     }
-    output = contract.norm_output and bool(loaded.entry("flag", known, name="norm_output"))
+    output = flags.pop("norm_output")
     switch = lookup(checkpoint.config, rows["capture"]["switch"])
     off = "algorithm" if not rule["capture"] else "config" if switch is False else ""
     own_embed = contract.target_hidden != contract.hidden
@@ -174,8 +175,9 @@ def served(
         logit_cut=rule["cut"] or (contract.tie and rule["head"] != "target"),
         **flags,
     )
-    fates, arrived = _fates(checkpoint, contract, wiring, rows["loader"])
-    missing = tuple(n for n in parameter_shapes(contract, wiring) if n not in arrived)
+    built = _built(checkpoint, contract, wiring.but(later_norm=rows["later_norm"]["norm"]), rows["loader"])
+    fates, arrived = _fates(checkpoint, wiring, rows["loader"], built)
+    missing = tuple(n for n, runs in built.items() if runs and n not in arrived)
     refused = _refusal(checkpoint, contract, fates, rows)
     sources = tuple(r["source"] for r in (*rows.values(), rule) if r)
     final = wiring.but(dropped=missing)
@@ -199,16 +201,37 @@ def _captured(
     return default_boundaries(target.layers) if target else None
 
 
+def _layers(config: Mapping[str, Any], contract: Contract) -> int:
+    """How many layers a flat config asks the class for; where it is silent, LlamaConfig's default. Cut at 128."""
+    if not config or "transformer_layer_config" in config:
+        return contract.layers
+    said = config.get("num_hidden_layers", 32)
+    return min(said, 128) if type(said) is int and said > 0 else 1
+
+
+def _built(checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapping[str, Any]) -> dict[str, bool]:
+    """Canonical names of the parameters that the release's class builds from this config, and whether each runs."""
+    config = checkpoint.config
+    layers = _layers(config, contract) if row["layers"] == "many" else 1
+    sized = replace(contract, layers=layers, has=contract.has - {"fc.bias"})
+    runs = parameter_shapes(sized, wiring)
+    names = list(parameter_shapes(sized, wiring.but(fc=True, embed_source="own", head_source="own")))
+    if contract.tie:  # the head is the embedding's module, so it has no parameter of its own
+        names.remove("lm_head.weight")
+    built = {n: n in runs for n in names}
+    built = {f"layers.{i}.input_layernorm.weight": False for i in range(1, layers)} | built  # later ones never run
+    if row["fc_bias"] == "always" or config.get("bias"):
+        built["fc.bias"] = wiring.fc
+    if config.get("bias") or config.get("attention_bias"):
+        built |= {f"layers.{i}.self_attn.o_proj.bias": True for i in range(layers)}
+    return built
+
+
 def _fates(
-    checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapping[str, Any]
+    checkpoint: Checkpoint, wiring: Wiring, row: Mapping[str, Any], built: Mapping[str, bool]
 ) -> tuple[tuple[Fate, ...], set[str]]:
     """Replay the release's own load_weights on names alone: (fates, canonical names that arrived)."""
-    whole = wiring.but(fc=True, embed_source="own", head_source="own")  # fc, embedding and head are always built
-    built = parameter_shapes(contract, whole)
-    layers = range(1 if row["layers"] == "one" else contract.layers)
-    parameters = {
-        _engine_name(n, row["block"]): n for n in built if not n.startswith("layers.") or int(n.split(".")[1]) in layers
-    }
+    parameters = {_engine_name(n, row["block"]): n for n in built}
     fates, arrived = [], set()
     for name in checkpoint.tensors:
         if "d2t" in name or "t2d" in name:
@@ -255,8 +278,8 @@ def _refusal(checkpoint: Checkpoint, contract: Contract, fates: tuple[Fate, ...]
     if contract.architecture not in rows["config"]["architectures"]:
         known = ", ".join(rows["config"]["architectures"])
         return f"the architecture {contract.architecture or '(none)'} is not registered; the drafter class is {known}"
-    if rows["loader"]["layers"] == "one" and contract.layers != 1:
-        return f"the drafter has {contract.layers} layers, this release builds exactly one"
+    if rows["loader"]["layers"] == "one" and (layers := _layers(config, contract)) != 1:
+        return f"its config asks for {layers} layers, this release builds exactly one"
     if "draft_vocab_size" not in config:
         return "config.json has no draft_vocab_size, which the drafter class reads"
     if rows["d2t"]["absent"] == "error" and "d2t" not in contract.has:
