@@ -1,43 +1,88 @@
 """Where the lab's training starts: the draft vocabulary, the drafter's config, and its first weights.
 
-A random `fc` starts with a loss of about 20, as the target's own norm and head make it confident; the best linear
-guess of the target's next state starts below 5, so `linear_fc` fits that. The layer's two output projections are
-zero at first, so that the guess passes through.
+The start is the best linear guess of the target's next final state from the states and the newest token. Random
+weights start with a loss of about 20, as the target's own norm and head make any state confident, and stay long on
+the plateau of not reading the newest token: attention finds it only where it already looks. So `fc` holds the guess's
+part from the states; in each group one head looks at its own position, and values and output hold the token's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..drafter import rms_norm
 from ..features import Target
 
+PAIRS, FOCUS, RIDGE = 4, 16.0, 0.01  # fastest rotary pairs, and score, of a head that looks at its own position
 
-def linear_fc(
-    answers: Sequence[Tensor],  # [tokens, (K+1)*Ht] each: boundaries, then the final state
+
+@dataclass(frozen=True)
+class Guess:
+    """A linear guess of the next final state, before the weight of the norm."""
+
+    fc: Tensor  # [H, K*Ht] its part from the states
+    token: Tensor  # [H, H] its part from the newest token's normed embedding
+    token_root: Tensor  # [H, H] Cholesky factor of that embedding's second moments
+    one: Tensor  # [2*H] the best constant 1 from the layer's input: embedding and state, both normed
+    rms: Tensor  # [K*Ht] of each feature
+
+
+def linear_guess(
+    answers: Sequence[tuple[Tensor, Sequence[int]]],  # states [n+1, (K+1)*Ht] from the last prompt token; n tokens
     norm: Tensor,  # [Ht] weight of the target's final norm
-    ridge: float = 0.01,
-) -> tuple[Tensor, Tensor]:
-    """fc [Ht, K*Ht], the best guess of the next final state (before that norm's weight); each feature's RMS [K*Ht]."""
-    width = len(norm)
-    features = answers[0].shape[1] - width
-    gram = torch.zeros(features, features, dtype=torch.float64)
-    cross = torch.zeros(features, width, dtype=torch.float64)
-    for states in answers:
-        x, y = states[:-1, :-width].float(), states[1:, -width:].float() / norm
-        gram += x.T @ x
-        cross += x.T @ y
-    squares = gram.diag().clamp_min(1e-6)
-    rms = (squares / sum(len(states) - 1 for states in answers)).sqrt()
-    return torch.linalg.solve(gram + ridge * squares.diag(), cross).T.float(), rms.float()
+    embedding: Tensor,  # [V, H]
+) -> Guess:
+    """Two ridge regressions over answers."""
+    width, unit = len(norm), torch.ones(len(norm))
+
+    def batches():
+        for states, tokens in answers:
+            embed = rms_norm(embedding[torch.tensor(tokens)].float(), unit, 1e-5)
+            yield states[:-1, :-width].float(), embed, states[1:, -width:].float() / norm
+
+    guess, gram = _ridge((torch.cat([x, embed], -1), y) for x, embed, y in batches())
+    fc, token = guess[:, :-width].contiguous(), guess[:, -width:]
+    layer = ((torch.cat([e, rms_norm(x @ fc.T, unit, 1e-5)], -1), torch.ones(len(e), 1)) for x, e, _ in batches())
+    one = _ridge(layer)[0][0]
+    root = torch.linalg.cholesky(gram[-width:, -width:] + 1e-4 * gram.diag().mean() * torch.eye(width))
+    return Guess(fc, token, root.float(), one, gram.diag()[:-width].sqrt().clamp_min(1e-3).float())
+
+
+def _ridge(pairs) -> tuple[Tensor, Tensor]:
+    """Coefficients [out, in] of y on x, and the second moments [in, in] of x."""
+    gram, cross, count = 0.0, 0.0, 0
+    for x, y in pairs:
+        gram, cross, count = gram + (x.T @ x).double(), cross + (x.T @ y).double(), count + len(x)
+    penalty = RIDGE * gram.diag().clamp_min(1e-9).diag()
+    return torch.linalg.solve(gram + penalty, cross).T.float(), gram / count
+
+
+def attention_of(guess: Guess, weights: dict[str, Tensor], heads: int, kv_heads: int) -> None:
+    """Write the guess's token part into `weights`, whose attention is random so far and whose o_proj is zero."""
+    q, k, v, o = (weights[f"layers.0.self_attn.{n}_proj.weight"] for n in "qkvo")
+    size, hidden, group = len(q) // heads, len(guess.token), heads // kv_heads
+    rows = torch.arange(min(PAIRS, size // 2))
+    rows = torch.cat([rows, rows + size // 2])  # both halves of the fastest rotary pairs
+    height = (FOCUS * size**0.5 / len(rows)) ** 0.5  # equal positions then score FOCUS
+    left, scale, right = torch.linalg.svd(guess.token @ guess.token_root)
+    out, read = left * scale, torch.linalg.solve(guess.token_root.T, right.T).T
+    for j in range(kv_heads):
+        part = slice(j * size, j * size + size)
+        q[j * group * size + rows] = height * guess.one
+        k[j * size + rows] = height * guess.one
+        v[part] = 0
+        v[part, :hidden] = read[part]
+        o[:, j * group * size : j * group * size + size] = out[:, part]
 
 
 def new_drafter(
-    target: Target, kept: Tensor, boundaries: Sequence[int], fc: Tensor, generator: torch.Generator
+    target: Target, kept: Tensor, boundaries: Sequence[int], guess: Guess, generator: torch.Generator
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Config (speculators) and starting weights: norm (at 0.6) and head are the target's, the rest N(0, 0.02).
+    """Config (speculators) and starting weights: the guess, the target's norm (at 0.6) and head, the rest N(0, 0.02).
 
     `kept` [Vd] are the target ids that the drafter can write, ascending.
     """
@@ -57,7 +102,8 @@ def new_drafter(
     weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
     weights |= {f"{p}{n}.weight": torch.ones(h) for n in norms}
     weights |= {p + "self_attn.o_proj.weight": torch.zeros(h, q), p + "mlp.down_proj.weight": torch.zeros(h, inter)}
-    weights |= {"fc.weight": fc, "norm.weight": 0.6 * target.final_norm.weight.detach()}
+    attention_of(guess, weights, layer["num_attention_heads"], layer["num_key_value_heads"])
+    weights |= {"fc.weight": guess.fc, "norm.weight": 0.6 * target.final_norm.weight.detach()}
     weights["lm_head.weight"] = target.head[kept]
     t2d = torch.zeros(vocab, dtype=torch.bool)
     t2d[kept] = True

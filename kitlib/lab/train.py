@@ -26,10 +26,10 @@ from ..findings import KitError, write_atomic
 from ..paths import cache as cache_folder
 from .passes import accuracy, batch_loss
 from .rows import Batch, collate, extract, read_rows
-from .start import draft_vocabulary, linear_fc, new_drafter
+from .start import draft_vocabulary, linear_guess, new_drafter
 
 WARMUP, CLIP = 0.06, 1.0  # share of the tokens until the highest rate; longest gradient
-SHORTEST, CHECKS, FIT = 4, 10, 600  # tokens of the shortest answer in use; points of the curve; rows that fit fc
+SHORTEST, CHECKS, FIT = 4, 10, 400  # tokens of the shortest answer in use; points of the curve; rows of the guess
 
 
 def batches_of(rows: Sequence[dict], chosen: Sequence[int], size: int, generator: torch.Generator) -> list[list[int]]:
@@ -86,9 +86,10 @@ def train(
         raise KitError(f"{data} holds {len(rows)} rows for {validation} of validation and {tokens} tokens; give more.")
     states = extract(target, rows, boundaries, cache or cache_folder() / "lab" / "states", say)
     kept = draft_vocabulary([rows[i] for i in chosen], target.info.vocab, draft_vocab)
-    fit = [states[i][rows[i]["prompt_tokens"] - 1 :] for i in chosen[:FIT]]
-    fc, feature_rms = linear_fc(fit, target.final_norm.weight.detach().float())
-    config, weights = new_drafter(target, kept, boundaries, fc, generator)
+    prompts = [row["prompt_tokens"] for row in rows]
+    fit = [(states[i][prompts[i] - 1 :], rows[i]["ids"][prompts[i] :]) for i in chosen[:FIT]]
+    guess = linear_guess(fit, target.final_norm.weight.detach().float(), target.embedding)
+    config, weights = new_drafter(target, kept, boundaries, guess, generator)
 
     def save_all(metrics: dict) -> None:
         write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
@@ -103,7 +104,7 @@ def train(
     names = list(drafter.shapes)
     parameters = [drafter[name].requires_grad_() for name in names]
     # fp32 masters; that of fc is scaled as if every feature had RMS 1, as the states' scales differ tenfold
-    scales = [feature_rms if name == "fc.weight" else torch.ones(()) for name in names]
+    scales = [guess.rms if name == "fc.weight" else torch.ones(()) for name in names]
     masters = [p.detach().float() * scale for p, scale in zip(parameters, scales, strict=True)]
     optimizers = optimizers_of(dict(zip(names, masters, strict=True)), rate, matrix_rate)
     head, to_draft = target.head[kept], torch.full((target.info.vocab,), -1)
@@ -133,7 +134,7 @@ def train(
                 parameter.copy_(master / scale)
         seen += int(one.answers.sum())
         recent.append(parts)
-        if turn % 20 == 0 or seen >= tokens:
+        if turn % 20 == 1 or seen >= tokens:
             speed = seen / (time.monotonic() - started)
             say(f"{seen}/{tokens} tokens, {speed:.0f} a second, loss {[round(x, 3) for x in parts]}")
         if seen - since >= tokens / CHECKS or seen >= tokens:
