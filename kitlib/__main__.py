@@ -43,6 +43,8 @@ def _parser() -> Parser:
     _probe(_command(groups, "probe", "ask a release's own loader, in a subprocess: every key's fate, whether fc ran"))
     _convert(_command(groups, "convert", "write a new checkpoint that means the same to an engine; verified"))
     _measure(_command(groups, "measure", "exact acceptance offline; without arguments, of the built-in lab"))
+    _serve(_command(groups, "serve", "start SGLang on a GPU, or on the CPU engine, and wait with a timeline"))
+    _bench(_command(groups, "bench", "acceptance and speed of a running server, with and without speculation"))
     _report(_command(groups, "report", "all notebooks through papermill: HTML pages, index.html, findings.json"))
     add = _command(groups, "explain", "the full text of a finding").add_argument
     add("code", metavar="CODE", help="K102, or a slug such as key-naming")
@@ -110,6 +112,33 @@ def _measure(one: Parser) -> None:
     add("--steps", type=int, default=4, metavar="S", help="draft steps of a round")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16; exact comparisons hold in float32")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _serve(one: Parser) -> None:
+    add = one.add_argument
+    add("drafter", nargs="?", metavar="DRAFTER", help="a drafter's folder; without one there is no speculation")
+    add("--target", required=True, metavar="DIR", help="the target's folder or hub id")
+    add("--algorithm", default="EAGLE3", help="EAGLE3, EAGLE, …")
+    add("--steps", type=int, default=4, metavar="S", help="draft steps of a round")
+    add("--dtype", default="float32", help="float32, bfloat16 or float16")
+    add("--device", default="auto", help="auto, gpu or cpu")
+    add("--port", type=int, default=0, help="0 takes a free one; the server listens on the loopback only")
+    add("--interval", type=float, default=10.0, metavar="SECONDS", help="between two polls of /health")
+    add("--limit", type=float, default=600.0, metavar="SECONDS", help="wait no longer than this")
+    add("--log", default="reports/servers", metavar="DIR", help="where the server's log goes")
+
+
+def _bench(one: Parser) -> None:
+    add = one.add_argument
+    add("--server", required=True, metavar="URL", help="a running SGLang server")
+    add("--baseline", metavar="URL", help="the same target without speculation")
+    add("--prompts", metavar="JSONL", help="prompts or chat messages, one a line; empty takes the lab's held-out ones")
+    add("--count", type=int, default=0, metavar="N", help="only the first N prompts")
+    add("--max-new-tokens", type=int, default=64, metavar="N")
+    add("--clients", type=int, default=4, metavar="N", help="concurrent requests")
+    add("--dtype", default="bfloat16", help="the server's dtype: in float32 any difference of texts fails")
+    add("--api-key-env", default="", metavar="NAME", help="the environment variable that holds the API key")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 

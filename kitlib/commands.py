@@ -151,6 +151,55 @@ def probe(args: argparse.Namespace) -> int:
     return _finish(prober.report(args.drafter, args.engine or [""], **options), args.json)
 
 
+def serve(args: argparse.Namespace) -> int:
+    """Start SGLang on the GPU or on the CPU engine, show both clocks, and keep it until Ctrl-C."""
+    from . import server
+
+    launch = server.Launch(
+        args.target, args.drafter, args.algorithm if args.drafter else "", args.steps, dtype=args.dtype, port=args.port
+    )
+    engine, why = server.choose_engine(args.device)
+    print(f"{launch}\n{engine}: {why}", file=sys.stderr)
+    with server.start(launch, args.log, engine=args.device, interval_s=args.interval, limit_s=args.limit) as started:
+        print(started.timeline.explain(), file=sys.stderr)
+        report = Report({"server": started.url, "log": str(started.log)}, tuple(started.findings))
+        if not started.ready:
+            return _finish(report, False)
+        print(f"{started.url} is ready; Ctrl-C stops it. Its log is {started.log}.")
+        while not started.process.ended(1.0):
+            pass
+    return 1
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Acceptance and speed of a running server, with and without speculation where a baseline is named."""
+    from . import lab, server
+    from .features import read_prompts
+
+    key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
+    prompts = read_prompts(args.prompts or lab.PROMPTS, args.count)
+    options = {"max_new_tokens": args.max_new_tokens, "clients": args.clients}
+    attached = server.attach(args.server, key)
+    attached.require()
+    run = server.bench(attached, prompts, **options)
+    extra, findings = {"bench": run.to_dict()}, server.health_findings(attached, run)
+    if args.baseline:
+        plain = server.attach(args.baseline, key)
+        plain.require()
+        other = server.bench(plain, prompts, **options)
+        extra["compared"] = server.compare(run, other)
+        findings += server.text_findings(run, other, args.dtype)
+    if not args.json:
+        print(f"accept length {run.accept_length} = 1 + {run.accepted}/{run.verified} · histogram {run.histogram}")
+        print(f"{run.tokens_per_s} tokens/s · first token after {run.ttft} s · the engine says {run.engine_says}")
+        print("".join(f"{k}: {v}\n" for k, v in extra.get("compared", {}).items()), end="")
+    report = Report({"server": args.server, "baseline": args.baseline or ""}, tuple(findings), extra=extra)
+    code = _finish(report, args.json)
+    if run.error:
+        raise KitError(f"The benchmark ended early: {run.error}")
+    return code
+
+
 def explain(args: argparse.Namespace) -> int:
     """The full text of a finding."""
     print(findings.explain(args.code))

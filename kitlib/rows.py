@@ -83,8 +83,9 @@ def training_metrics(folder: Path) -> tuple[float, ...]:
     if not file.exists():
         return ()
     try:
-        return tuple(float(x) for x in json.loads(file.read_text(encoding="utf-8"))["conditional"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        return tuple(float(x) for x in raw.get("served_conditional") or raw["conditional"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KitError(f"{file} holds no list `conditional` of accuracies by draft step ({error!r}).") from None
 
 

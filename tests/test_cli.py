@@ -26,7 +26,21 @@ def refused(capsys, *argv) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["check"], ["measure"], ["report"], ["explain"], ["lab"], ["lab", "plant"], ["lab", "train"]]
+    "command",
+    [
+        [],
+        ["check"],
+        ["probe"],
+        ["convert"],
+        ["measure"],
+        ["serve"],
+        ["bench"],
+        ["report"],
+        ["explain"],
+        ["lab"],
+        ["lab", "plant"],
+        ["lab", "train"],
+    ],
 )
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as done:
