@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,22 +67,8 @@ def table():
 def session(lab_session):
     from kitlib.diagnose import Session
 
-    texts = [past_the_stop(lab_session, t) for t in lab_session.texts[:PROMPTS]]
+    texts = lab_session.texts[:PROMPTS]
     return Session(lab_session.checkpoint, lab_session.contract, lab_session.target, texts, 4)
-
-
-def past_the_stop(session, text):
-    """The record of a text that ends in a stop token, with what the target would have said next.
-
-    SGLang judges the round that accepts the stop token to its end, so the prediction needs the tokens behind it.
-    """
-    import torch
-
-    ids = list(text.ids)
-    for _ in range(session.steps + 1 if ids[-1] in session.target.stop_ids else 0):
-        with torch.inference_mode():
-            ids.append(int(session.target.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    return replace(text, ids=tuple(ids))
 
 
 def serve(folder: str, algorithm: str, lab_target: Path, logs: Path):

@@ -196,8 +196,8 @@ def _captured(
 ) -> tuple[int, ...] | None:
     """Boundaries the engine captures: explicit ids where it reads them, else its default for this depth."""
     ids = lookup(checkpoint.config, row["ids"])
-    if isinstance(ids, list) and ids:
-        return tuple(int(i) + row["shift"] for i in ids)
+    if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
+        return tuple(i + row["shift"] for i in ids)
     return default_boundaries(target.layers) if target else None
 
 
