@@ -102,6 +102,7 @@ ANSWER = {"refused": "", "keys": [{"name": "norm.weight", "status": "loaded", "i
 FAKE = """
 import json, os, sys, time
 job = json.load(open(sys.argv[1]))
+assert all(os.path.exists(p) for layout in job["layouts"] for p in (layout["drafter"], *layout["files"]))
 def say(text, root=job["root"]):
     with open(job["out"], "a") as out:
         out.write(text.replace("ROOT", root) + "\\n")
@@ -113,7 +114,8 @@ def fake(tmp_path, tiny_target, monkeypatch):
     """Two drafters asked of 0.5.9 with a child that runs this code; the results."""
     root = tmp_path / "unpacked"
     monkeypatch.setattr("kitlib.probe.fetch", lambda *_: root)
-    drafters = [write_drafter(tmp_path / n) for n in "ab"]
+    monkeypatch.chdir(tmp_path)
+    drafters = [write_drafter(Path(n)) for n in "ab"]  # the child runs elsewhere
 
     def ask(code: str, **options):
         script = tmp_path / "fake.py"

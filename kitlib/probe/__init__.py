@@ -111,8 +111,8 @@ def probe_many(
         return [replace(b, reason=str(error)) for b in blank]
     layouts = [
         {
-            "drafter": str(c.files[0].parent),
-            "files": [str(f) for f in c.files],
+            "drafter": str(c.files[0].parent.absolute()),  # the child has another working directory
+            "files": [str(f.absolute()) for f in c.files],
             "widths": [b.trained_width, b.single_width],
             "embedding": [k.vocab, k.target_hidden],
         }

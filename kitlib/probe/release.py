@@ -41,7 +41,7 @@ def fetch(release: str, wheel: str | Path | None, python: str) -> Path | None:
 
 def _unpacked(name: str, get: Callable[[Path], Path]) -> Path:
     """Unpack beside its place and move it there whole: half a package silently loses to an installed one."""
-    place = cache() / "probe" / name
+    place = cache().absolute() / "probe" / name
     if place.is_dir():
         return place
     try:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -71,15 +72,17 @@ def compare(folder: Path, result: ProbeResult, release: str, target: TargetInfo)
     rule = served(checkpoint, Contract.of(checkpoint, target), release, target=target)
     if result.status in ("not-run", "crashed"):
         return f"{result.status}: {result.reason}", []
-    if result.status == "refused" or rule.refused:
-        agree = (result.status == "refused") == bool(rule.refused)
-        return "refused", [] if agree else [f"rule: {rule.refused or 'starts'}; release: {result.reason or 'starts'}"]
-    said = {f.name: (f.status, f.into) for f in rule.fates}
+    said = {f.name: ("error" if f.status == "refused" else f.status, f.into) for f in rule.fates}
     wrong = [
         f"`{k.name}`: rule {said[k.name]}, release {(k.status, k.into)}"
         for k in result.keys
         if (k.status, k.into) != said[k.name]
     ]
+    if result.status == "refused" or rule.refused:
+        if (result.status == "refused") != bool(rule.refused):
+            wrong.append(f"rule: {rule.refused or 'starts'}; release: {result.reason or 'starts'}")
+        errors = len(result.of("error"))
+        return "refused" + (f" ({errors} tensors raise)" if errors else ""), wrong
     idle = {"embed_tokens.weight"} if rule.wiring.embed_source == "target" else set()
     idle |= {n for n in result.missing if re.match(r"layers\.[1-9]\d*\.input_layernorm", n)}  # built, never run
     unfilled = set(result.missing) - idle
@@ -105,6 +108,8 @@ def spans(cells: dict[str, str]) -> str:
     """Adjacent releases that do the same, joined."""
     runs: list[list[str]] = []
     for release, text in cells.items():
+        if text.startswith(("not-run", "crashed")):  # the second table says why
+            continue
         if runs and runs[-1][2] == text:
             runs[-1][1] = release
         else:
@@ -115,7 +120,8 @@ def spans(cells: dict[str, str]) -> str:
 def main() -> int:
     """Run the grid, print it and write it."""
     engine = Engine.load("sglang")
-    releases = list(dict.fromkeys(r for spec in sys.argv[1:] or ["all", "0.4.4.post3"] for r in engine.resolve(spec)))
+    specs = sys.argv[1:] or ["all", "0.4.4.post3"]  # 0.4.4 was read as its post release
+    releases = sorted({r for spec in specs for r in engine.resolve(spec)}, key=Version)
     asked, cells, wrong = [], {name: {} for name in LAYOUTS}, []
     with tempfile.TemporaryDirectory() as home:
         (Path(home) / "config.json").write_text(json.dumps(TARGET))
@@ -145,15 +151,15 @@ def main() -> int:
     )
     text = f"""# The rules against the releases
 
-`python tests/bench/probe_grid.py {" ".join(sys.argv[1:])}` at {commit.strip()}; {versions}. Drafters are random, of
+`python tests/bench/probe_grid.py {" ".join(specs)}` at {commit.strip()}; {versions}. Drafters are random, of
 hidden size {HIDDEN}, {VOCAB} ids and {DRAFT_VOCAB} draft ids. Compared: whether the release starts, each tensor's
-fate and the parameter it went into, which parameters get nothing, whether fc is called when all states arrive and when
-only one does. A release is its own wheel, fetched with pip, with its own loader and forward pass.
+fate and the parameter it went into, which parameters get nothing (`unfilled`), whether fc is called when all states
+arrive and when only one does; where the release refuses, its start and the fates. A release is
+its own wheel, fetched with pip, with its own loader and forward pass.
 
 **{compared} of {len(LAYOUTS) * len(releases)} cells compared, {len(wrong)} disagreements.**
 
-{chr(10).join(f"- {w}" for w in wrong)}
-
+{chr(10).join([*(f"- {w}" for w in wrong), ""])}
 | layout | what the releases do |
 |---|---|
 {chr(10).join(f"| {name} | {spans(row)} |" for name, row in cells.items())}
