@@ -140,6 +140,17 @@ def test_the_committed_files_are_what_they_say(lab_target):
     assert (lab.DATA / "lab-train.jsonl.gz").stat().st_size <= 4e6
 
 
+def test_the_second_drafter_is_another_one_and_fails_alike_under_eagle(lab_session, controls):
+    second = Session(Checkpoint.open(lab.second_drafter_path()), None, lab_session.target, lab_session.texts[:12], 4)
+    second.contract = Contract.of(second.checkpoint, lab_session.target.info)
+    second._states, second._held = lab_session._states[:12], lab_session._held
+    assert second.contract.dialect.name == "specforge" and second.checkpoint.dialect == "midlayer"
+    assert second.trained == lab_session.trained
+    right, eagle = second.measure(), second.measure(FAULTS["fc-bypass-eagle"].wiring(second.trained))
+    assert right.accept_length > 1.15 > 1.10 > eagle.accept_length
+    assert right.interval()[0] > controls["features zeroed"].interval()[1]
+
+
 def test_a_missing_tensor_is_never_called_healthy(lab_session, tmp_path):
     folder = plant("healthy", tmp_path / "d")
     from safetensors.torch import load_file, save_file

