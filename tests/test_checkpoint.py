@@ -41,17 +41,13 @@ def test_directory_file_and_shards_give_the_same_tensors(tmp_path):
     assert opened[2].path == single and opened[2].metadata[single / "x.safetensors"] == {"format": "pt"}
 
 
-@pytest.mark.parametrize(
-    "code", ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "f8", "i8", "u8", "c8"]
-)
+@pytest.mark.parametrize("code", ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "f8", "i8", "u8", "c8"])
 def test_every_plain_dtype_reads_as_the_library_reads_it(tmp_path, code):
     rng = np.random.default_rng(0)
     values = rng.integers(0, 256, (7, 3, 16), dtype=np.uint8)
     values = values.view(code) if code != "?" else values > 127
     file = tmp_path / "m.safetensors"
-    save_file(
-        {"pad": np.zeros(3, np.uint8), "x": values, "scalar": values[0, 0, :1].copy().reshape(())}, file
-    )
+    save_file({"pad": np.zeros(3, np.uint8), "x": values, "scalar": values[0, 0, :1].copy().reshape(())}, file)
     checkpoint, reference = Checkpoint.open(file), load_file(file)
     for name, value in reference.items():
         assert checkpoint.read(name).dtype == value.dtype and checkpoint.read(name).shape == value.shape
@@ -73,9 +69,7 @@ def test_bf16_is_widened_exactly(tmp_path):
     assert np.array_equal(got.reshape(-1).view(np.uint32), halves.astype(np.uint32) << 16)
 
 
-@pytest.mark.parametrize(
-    "dtype, shape", [("F8_E4M3", [4]), ("F4", [8]), ("F6_E2M3", [4]), ("Q9_NEW", [7, 7])]
-)
+@pytest.mark.parametrize("dtype, shape", [("F8_E4M3", [4]), ("F4", [8]), ("F6_E2M3", [4]), ("Q9_NEW", [7, 7])])
 def test_packed_and_unknown_dtypes_are_listed_but_not_decoded(tmp_path, dtype, shape):
     nbytes = 3 if dtype == "F6_E2M3" else 4
     (tmp_path / "m.safetensors").write_bytes(one(dtype, shape, [0, nbytes], b"1234"[:nbytes]))
@@ -103,9 +97,7 @@ def test_sample_is_spread_evenly_and_bounded(tmp_path, monkeypatch):
 
 
 def test_bad_requests_are_kit_errors(tmp_path):
-    save_file(
-        {"x": np.zeros((2, 2), np.float32), "scalar": np.zeros((), np.float32)}, tmp_path / "m.safetensors"
-    )
+    save_file({"x": np.zeros((2, 2), np.float32), "scalar": np.zeros((), np.float32)}, tmp_path / "m.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     for name, rows in (("absent", None), ("scalar", slice(0, 1)), ("x", slice(None, None, -1))):
         with pytest.raises(KitError, match=name):
@@ -150,9 +142,7 @@ def test_opening_a_large_drafter_reads_only_its_header(tmp_path):
         "c.sample('lm_head.weight'); print(opened, count() - before - opened, 'torch' in sys.modules)"
     )
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code, file], cwd=root, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, file], cwd=root, capture_output=True, text=True, check=True)
     opened, sampled, torch = done.stdout.split()
     assert int(opened) < 10_000 and int(sampled) < 80_000 and torch == "False"
 
@@ -181,22 +171,16 @@ def test_dialects(tmp_path, names, dialect):
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.dialect == dialect
     known = [n for n in names if canonical(n)]
-    assert len({canonical(n) for n in known}) == len(known) and checkpoint.canonical(known[0]) == canonical(
-        known[0]
-    )
+    assert len({canonical(n) for n in known}) == len(known) and checkpoint.canonical(known[0]) == canonical(known[0])
 
 
 def test_eagle_1_is_told_by_its_fc(tmp_path):
     names = [name for name in named("layers.0", rest=("fc", "embed_tokens")) if "hidden_norm" not in name]
     shapes = {name: (4, 8) if name == "fc.weight" else (4,) for name in names}
-    save_file(
-        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors"
-    )
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
     assert Checkpoint.open(tmp_path).dialect == "eagle-1"
     shapes["layers.0.hidden_norm.weight"] = (4,)  # an EAGLE-3 drafter of two states
-    save_file(
-        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors"
-    )
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
     assert Checkpoint.open(tmp_path).dialect == "layers.0"
 
 

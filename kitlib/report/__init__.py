@@ -83,9 +83,7 @@ def _claim(out: Path) -> tuple[Path, set[str]]:
         write_atomic(marker, json.dumps(ours))
         return out, set(ours)
     except (OSError, ValueError) as error:
-        raise KitError(
-            f"Cannot write a report in {out} ({error}); choose another folder with --out."
-        ) from None
+        raise KitError(f"Cannot write a report in {out} ({error}); choose another folder with --out.") from None
 
 
 @contextmanager
@@ -188,9 +186,7 @@ def _publish(build: Path, out: Path, ours: set[str]) -> None:
     files = [str(path.relative_to(build)) for path in build.rglob("*") if path.is_file()]
     for name in files:
         if name not in ours and (out / name).exists():
-            raise KitError(
-                f"{out / name} was made by no report; move it or choose another folder with --out."
-            )
+            raise KitError(f"{out / name} was made by no report; move it or choose another folder with --out.")
     write_atomic(out / MARKER, json.dumps(sorted(ours.union(files))))
     for name in sorted(files, key="index.html".__eq__):
         (out / name).parent.mkdir(parents=True, exist_ok=True)

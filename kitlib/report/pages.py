@@ -53,9 +53,7 @@ def index_page(report: Report, name: str) -> str:
         books = books.replace(f">{stem}<", f'><a href="{stem}.html">{stem}</a><', 1)
     facts = {**report.subject, **report.extra["parameters"], **report.extra["provenance"]}
     blocks = [show.verdict(report).body, books, show.findings(report).body, show.provenance(facts).body]
-    files = " · ".join(
-        f'<a href="{file}">{file}</a>' for file in ("findings.json", "summary.md", "executed/")
-    )
+    files = " · ".join(f'<a href="{file}">{file}</a>' for file in ("findings.json", "summary.md", "executed/"))
     body = show.Block("", "".join(blocks))._repr_html_()
     return _document(f"Drafter report {name}", f"<h1>Drafter report {escape(name)}</h1>{body}<p>{files}</p>")
 
