@@ -29,7 +29,6 @@ LAB = DATA / "lab-drafter"
 H, V, VD, IDS = 64, 96, 32, "eagle_aux_hidden_state_layer_ids"
 SIZES = {"hidden_size": H, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES |= {"num_hidden_layers": 1, "vocab_size": V, "rms_norm_eps": 1e-5, "max_position_embeddings": 512}
-BITS = {"BF16": 2, "F32": 4, "I64": 8, "I32": 4, "BOOL": 1}
 MAP = np.arange(VD) * 3  # target id of each draft id
 SPEC = {"algorithm": "eagle3", "verifier": {"name_or_path": "org/target"}}
 CONFIGS = {  # how each trainer would describe the same drafter, trained on boundaries 2, 8, 13
@@ -68,6 +67,12 @@ def shapes(layer: str, layers: int = 1, states: int = 3) -> dict[str, tuple[str,
     return found
 
 
+def normal(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Random finite values as F32 or BF16."""
+    wide = rng.normal(0, 0.3, shape).astype("<f4")
+    return wide.tobytes() if dtype == "F32" else (wide.view("<u4") >> 16).astype("<u2").tobytes()
+
+
 def drafter(
     folder: Path,
     layer: str = "midlayer.",
@@ -77,12 +82,12 @@ def drafter(
     shards: int = 1,
     **kind,
 ) -> Path:
-    """A drafter of random bytes in the dialect of `layer`; d2t holds offsets unless given."""
+    """A drafter of random values in the dialect of `layer`; d2t holds offsets unless given."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     d2t = MAP - np.arange(VD) if d2t is None else d2t
     t2d = np.isin(np.arange(V), MAP)
-    tensors = {n: (t, s, rng.bytes(BITS[t] * int(np.prod(s)))) for n, (t, s) in shapes(layer, **kind).items()}
+    tensors = {n: (t, s, normal(rng, t, s)) for n, (t, s) in shapes(layer, **kind).items()}
     tensors |= {"d2t": ("I64", (VD,), d2t.astype("<i8").tobytes()), "t2d": ("BOOL", (V,), t2d.tobytes())}
     names, where = sorted(tensors), {}
     for i in range(shards):

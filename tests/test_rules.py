@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
@@ -13,6 +15,9 @@ from kitlib.findings import KitError
 
 SGLANG = Engine.load("sglang")
 ONE_ROW = ("loader", "config", "fc", "capture", "d2t", "head", "later_norm", "rate", "unloaded")  # one row a release
+ONE_ROW += ("rope", "context", "quantization")
+CONDITION = re.compile(r"absent|present|on|[<>]-?[0-9.]+|[=!][\w|]+")
+FACTS = {"chain-length", "wasted-steps", "tree-too-small", "non-default-ids"}
 
 
 @pytest.mark.parametrize("table", [t for t, rows in SGLANG.data.items() if isinstance(rows, list)])
@@ -23,6 +28,31 @@ def test_every_entry_has_a_window_and_a_source(table):
     if table in ONE_ROW:
         for release in SGLANG.releases:
             assert len(SGLANG.entries(table, release)) == 1, f"{table} has not one row for {release}"
+
+
+def test_hooks_name_each_class_once_a_release():
+    for row in SGLANG.data["hook"]:
+        assert row["has"] in (True, False) and row["classes"]
+    for release in SGLANG.releases:
+        named = [c for r in SGLANG.entries("hook", release) for c in r["classes"]]
+        assert len(named) == len(set(named)) and "LlamaForCausalLM" in named
+
+
+def test_hazards_ask_only_for_what_the_checks_can_answer():
+    for row in SGLANG.data["hazard"]:
+        assert row["code"] in ("K134", "K135", "K136") and row["says"] and not row["says"].endswith(".")
+        assert row.keys() & {"flags", "env", "facts", "classes"}, "it would hold for everything"
+        for wanted in (*row.get("flags", {}).values(), *row.get("env", {}).values()):
+            assert CONDITION.fullmatch(wanted), wanted
+        assert set(row.get("facts", ())) <= FACTS
+
+
+def test_id_rules_are_known_and_do_not_overlap():
+    for release in SGLANG.releases:
+        for table in ("id_rule", "last_boundary"):
+            named = [c for r in SGLANG.entries(table, release) for c in r["classes"]]
+            assert len(named) == len(set(named))
+    assert {r["rule"] for r in SGLANG.data["id_rule"]} <= {"first-is-1", "below-depth", "defaults-too"}
 
 
 @pytest.mark.parametrize("release", SGLANG.releases)

@@ -10,21 +10,33 @@ from ..contract import Contract, TargetInfo
 from ..engines import Engine, served
 from ..findings import Evidence, Finding, KitError, Report, merge_engines
 from ..launch import Launch
-from . import files, flags
+from . import files, flags, serving, weights, wiring
 from .case import Case, Check
 
 CHECKS: tuple[Check, ...] = (
     files.readable,
     files.key_naming,
     files.missing_weights,
+    weights.unused_weights,
+    weights.untrained_weights,
     files.shapes,
+    weights.quantization,
     files.vocab_map,
     files.shared_weights,
+    wiring.target_pair,
     flags.config_schema,
+    wiring.rope,
+    wiring.context_length,
+    wiring.norm_wiring,
     flags.algorithm_flag,
+    serving.capture_hook,
     flags.aux_layers,
     flags.fc_bypassed,
+    serving.spec_params,
+    serving.simulated_acceptance,
+    serving.known_engine_bug,
 )
+ONCE = (files.readable, files.shapes, files.vocab_map, weights.untrained_weights, wiring.target_pair)  # of any release
 
 
 def check(
@@ -57,7 +69,8 @@ def check(
         state = served(checkpoint, contract, release, target=info, algorithm=algorithm or "EAGLE3")
         case = Case(checkpoint, contract, info, launch, state)
         caveats += [state.caveat] if state.caveat else []
-        found += [(f"{engine.name}=={release}", f) for one in CHECKS for f in _guarded(one, case)]
+        due = [one for one in CHECKS if release == releases[0] or one not in ONCE]
+        found += [(f"{engine.name}=={release}", f) for one in due for f in _guarded(one, case)]
     general = list(dict.fromkeys(_Hashable(f) for _, f in found if f.engine is None))
     merged = merge_engines(subject["engines"], [(r, f) for r, f in found if f.engine is not None])
     return Report(subject, tuple([h.finding for h in general] + merged), extra={"caveats": caveats} if caveats else {})

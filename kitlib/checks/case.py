@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..checkpoint import Checkpoint
-from ..contract import Contract, TargetInfo
-from ..engines import Served
+from ..contract import Contract, TargetInfo, Wiring
+from ..engines import Engine, Served
 from ..findings import Finding
 from ..launch import Launch
 
@@ -34,3 +35,21 @@ def convert_command(case: Case) -> str:
     """The command that rewrites this drafter for this release."""
     path = case.checkpoint.path
     return f"python -m kitlib convert {path} {path}-for-{case.engine.replace('==', '-')} --to {case.engine}"
+
+
+def trained(case: Case) -> Wiring:
+    """The trained wiring; without a target a depth of 32 stands in, so judge no boundaries by it."""
+    c = case.contract
+    return c.trained(case.target or TargetInfo("", c.target_hidden, c.vocab, 32, False, None, {}))
+
+
+def table(case: Case, name: str) -> Sequence[Mapping[str, Any]]:
+    """All rows of a table of the engine's data."""
+    return Engine.load(case.engine.partition("==")[0]).data.get(name, ())
+
+
+def entries(case: Case, name: str) -> list[Mapping[str, Any]]:
+    """The rows of a table that hold for the release of this case."""
+    engine, _, release = case.engine.partition("==")
+    loaded = Engine.load(engine)
+    return loaded.entries(name, loaded.known(release)[0])

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..contract import Contract, TargetInfo, parameter_shapes
+from ..contract import parameter_shapes
 from ..findings import Evidence, Finding, Fix
-from .case import Case, convert_command
+from .case import Case, convert_command, trained
+from .weights import unused
 
 
 def readable(case: Case) -> Iterator[Finding]:
@@ -20,7 +21,8 @@ def readable(case: Case) -> Iterator[Finding]:
 
 def key_naming(case: Case) -> Iterator[Finding]:
     """K102: names the engine drops or refuses although the kit knows what they are."""
-    names = [f.name for f in case.served.of("dropped", "refused") if _needed(case, f.name)]
+    idle = unused(case)  # K104
+    names = [f.name for f in case.served.of("dropped", "refused") if f.name not in idle and _needed(case, f.name)]
     total = len(case.checkpoint.tensors)
     rule = f"rule: {case.served.sources[0]}"
     if not names:
@@ -62,8 +64,7 @@ def missing_weights(case: Case) -> Iterator[Finding]:
 def shapes(case: Case) -> Iterator[Finding]:
     """K106: config against shapes, and shapes against what the forward pass needs."""
     problems = list(case.contract.contradictions)
-    trained = case.contract.trained(case.target or _any_depth(case.contract))
-    wanted = parameter_shapes(case.contract, trained.but(embed_source="own"))
+    wanted = parameter_shapes(case.contract, trained(case).but(embed_source="own"))
     for name, info in case.checkpoint.tensors.items():
         canonical = case.checkpoint.canonical(name)
         expected = wanted.get(canonical or "")
@@ -144,7 +145,3 @@ def _pattern(names: list[str]) -> str:
 def _some(names: list[str] | tuple[str, ...], most: int = 4) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
-
-
-def _any_depth(contract: Contract) -> TargetInfo:
-    return TargetInfo("", contract.target_hidden, contract.vocab, 32, False, None, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..findings import Evidence, Finding, Fix
-from .case import Case, convert_command
+from .case import Case, convert_command, entries
 
 
 def config_schema(case: Case) -> Iterator[Finding]:
@@ -60,6 +60,10 @@ def aux_layers(case: Case) -> Iterator[Finding]:
         usual, hooked = [2, n // 2, n - 3], [3, n // 2 + 1, n - 2]
         title = f"the boundaries are not stored; they are {usual} or, by this trainer's own data generation, {hooked}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning")
+    elif deep := _unreachable(case):
+        n = case.target.layers
+        title = f"boundary {deep[0]} is never captured: the target has {n} layers, its last reachable one is {deep[1]}"
+        yield Finding.of("K132", title, engine=case.engine, evidence=evidence)
     elif tuple(served_at) != tuple(case.contract.boundaries):
         title = f"trained on boundaries {list(case.contract.boundaries)}, served with {list(served_at)}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence)
@@ -89,3 +93,13 @@ def fc_bypassed(case: Case) -> Iterator[Finding]:
         "algorithm": f"(ii) algorithm {case.launch.algorithm}: the target's head runs and d2t is ignored as well",
     }.get(case.served.capture_off, "the drafter takes a single state")
     yield Finding.of("K133", f"fc does not run, by route {route}", engine=case.engine, evidence=evidence)
+
+
+def _unreachable(case: Case) -> tuple[int, int] | None:
+    """The first served boundary that this target's class never hands out, and the last that it does."""
+    if case.target is None:
+        return None
+    reaches_end = any(case.target.architecture in r["classes"] for r in entries(case, "last_boundary"))
+    last = case.target.layers - (not reaches_end)
+    beyond = [b for b in case.served.wiring.boundaries if not 0 <= b <= last]
+    return (beyond[0], last) if beyond else None

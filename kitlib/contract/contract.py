@@ -177,8 +177,9 @@ def _boundaries(
 ) -> tuple[int, ...] | None:
     """Ids in the dialect's convention to boundaries; the common default where a trainer stores none."""
     if ids is not None:
-        shift = 1 if dialect.ids == "layer-output" else 0
-        sources["boundaries"] = f"{sources['ids']}, read as {dialect.ids} ids"
+        last = target is not None and max(ids) == target.layers  # no layer has this number, so these are boundaries
+        shift = 1 if dialect.ids == "layer-output" and not last else 0
+        sources["boundaries"] = f"{sources['ids']}, read as {'layer-output' if shift else 'boundary'} ids"
         return tuple(i + shift for i in ids)
     if dialect.name == "speculators" and version.startswith(SPECULATORS_HOOK_AFTER):
         sources["boundaries"] = f"not stored by speculators {version}"

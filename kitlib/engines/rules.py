@@ -162,8 +162,9 @@ def served(
     switch = lookup(checkpoint.config, rows["capture"]["switch"])
     off = "algorithm" if not rule["capture"] else "config" if switch is False else ""
     own_embed = contract.target_hidden != contract.hidden
+    captured = _captured(checkpoint, rows["capture"], loaded.entries("id_rule", known), target)
     wiring = trained.but(
-        boundaries=_captured(checkpoint, contract, rows["capture"], target) or trained.boundaries,
+        boundaries=captured or trained.boundaries,
         capture="final" if off else "boundaries",
         fc=(contract.target_hidden if off else contract.aux_states * contract.target_hidden) != contract.hidden,
         residual="hidden",
@@ -192,13 +193,19 @@ def _shallow(contract: Contract) -> TargetInfo | None:
 
 
 def _captured(
-    checkpoint: Checkpoint, contract: Contract, row: Mapping[str, Any], target: TargetInfo | None
+    checkpoint: Checkpoint, row: Mapping[str, Any], id_rules: list[Mapping[str, Any]], target: TargetInfo | None
 ) -> tuple[int, ...] | None:
     """Boundaries the engine captures: explicit ids where it reads them, else its default for this depth."""
     ids = lookup(checkpoint.config, row["ids"])
-    if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
-        return tuple(i + row["shift"] for i in ids)
-    return default_boundaries(target.layers) if target else None
+    explicit = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
+    if not explicit and not target:
+        return None
+    rule = next((r["rule"] for r in id_rules if target and target.architecture in r["classes"]), "")
+    ids = ids if explicit else default_boundaries(target.layers)
+    as_they_are = not explicit and rule != "defaults-too"
+    as_they_are |= rule == "first-is-1" and ids[0] != 1
+    as_they_are |= rule == "below-depth" and max(ids) == target.layers
+    return tuple(i if as_they_are else i + row["shift"] for i in ids)
 
 
 def _layers(config: Mapping[str, Any], contract: Contract) -> int:
