@@ -30,11 +30,7 @@ from .plan import Form, Plan, same_meaning
 __all__ = ["Form", "Plan", "convert", "same_meaning"]
 Progress = Callable[[str, int, int], None]  # phase ("write" or "verify"), bytes of it done, bytes in all
 CHUNK, PAGE = 16 << 20, 4096  # bytes
-INHERENT = (
-    "K106",
-    "K110",
-    "K112",
-)  # errors of the source that no conversion cures; values (K105) are copied and reported
+INHERENT = ("K106", "K110", "K112")  # errors no conversion cures; values are copied as they are (K105)
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
