@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from . import __version__, commands
-from .findings import KitError
+from .findings import KitError, plain
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,17 +20,27 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):  # names in files may hold what a terminal cannot show
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        if sys.stdout:
+            sys.stdout.flush()
+        return code
     except KitError as error:
-        print(f"kitlib: {error}", file=sys.stderr)
+        if sys.stderr:
+            print(f"kitlib: {plain(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kitlib: stopped.", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # stdout: its reader is gone, or its disk is full
+        if sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"kitlib: {error.strerror or error}.", file=sys.stderr)
         return 2
 
 

@@ -81,6 +81,8 @@ class Acceptance:
             return 1 + total[:, 0] / total[:, 1]
 
     def to_dict(self) -> dict:
+        if not self.verified:
+            return {"accept_length": None, "interval": None, "accepted": 0, "rounds": 0}
         return {
             "accept_length": round(self.accept_length, 4),
             "interval": [round(x, 4) for x in self.interval()],

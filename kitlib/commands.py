@@ -20,7 +20,7 @@ def _finish(report: Report, as_json: bool) -> int:
 
 def _colour(text: str) -> str:
     """Colour doubles the marks; it is left out for pipes and where NO_COLOR is set."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    if not sys.stdout or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     codes = {"✗": 31, "☠": 31, "!": 33, "✓": 32, "?": 33, "–": 2}
     return re.sub(r"^\[(.)\]|^([✗✓?])", lambda m: f"\033[{codes[m[1] or m[2]]}m{m[0]}\033[0m", text, flags=re.M)
@@ -32,7 +32,8 @@ def _launch(text: str | None):
 
     if text and text.startswith("@"):
         try:
-            text = Path(text[1:]).read_text(encoding="utf-8")
+            with open(text[1:], encoding="utf-8") as file:
+                text = file.read(1 << 20)
         except (OSError, UnicodeDecodeError) as error:
             raise KitError(f"Cannot read the launch command from {text[1:]} ({error}).") from None
     return parse(text) if text else Launch()
@@ -48,7 +49,7 @@ def check(args: argparse.Namespace) -> int:
         raise KitError(
             "No drafter was named; give its folder, or a --launch command with --speculative-draft-model-path."
         )
-    target = args.target or (launch.target if Path(launch.target, "config.json").is_file() else None)
+    target = args.target or (launch.target if os.path.isfile(os.path.join(launch.target, "config.json")) else None)
     found = checks.check(drafter, target=target, engines=tuple(args.engine or [""]), launch=launch)
     if unreadable := next((f for f in found.errors if f.code == "K101"), None):
         if args.json:
@@ -64,8 +65,10 @@ def measure(args: argparse.Namespace) -> int:
     from .features import read_prompts
     from .paths import cache
 
-    if args.steps < 1 or args.max_new_tokens < 1:
-        raise KitError("--steps and --max-new-tokens must be at least 1.")
+    if args.steps < 1 or args.max_new_tokens < 1 or args.count < 0:
+        raise KitError("--steps and --max-new-tokens must be at least 1, --count at least 0.")
+    if args.target and args.target.startswith(("/", ".", "~")) and not os.path.exists(args.target):
+        raise KitError(f"There is nothing at {args.target}; give the target's folder.")
     if bool(args.drafter) != bool(args.target):
         raise KitError("Name both a drafter and its --target, or neither for the lab.")
     session = diagnose.Session.open(
@@ -81,9 +84,10 @@ def measure(args: argparse.Namespace) -> int:
     found = diagnose.measure(session, _wiring(args, session))
     if not args.json:
         got = found.extra["acceptance"]
-        low, high = got["interval"]
-        print(f"accept length {got['accept_length']:.3f} ({low:.2f}-{high:.2f}); {got['definition']}")
-        print(f"{got['accepted']} accepted draft tokens in {got['rounds']} rounds · histogram {got['histogram']}")
+        if got["rounds"]:
+            low, high = got["interval"]
+            print(f"accept length {got['accept_length']:.3f} ({low:.2f}-{high:.2f}); {got['definition']}")
+        print(f"{got['accepted']} accepted draft tokens in {got['rounds']} rounds · histogram {got.get('histogram')}")
     return _finish(found, args.json)
 
 
@@ -148,7 +152,9 @@ def probe(args: argparse.Namespace) -> int:
     from . import probe as prober
 
     options = {"target": args.target, "wheel": args.wheel, "timeout": args.timeout, "device": args.device}
-    return _finish(prober.report(args.drafter, args.engine or [""], **options), args.json)
+    found = prober.report(args.drafter, args.engine or [""], **options)
+    code = _finish(found, args.json)
+    return code if any(f.status in ("pass", "fail") for f in found.findings) else 2
 
 
 def serve(args: argparse.Namespace) -> int:

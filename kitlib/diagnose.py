@@ -16,6 +16,7 @@ from .features import States, Target, Text, compare
 from .findings import Evidence, Finding, KitError, Report
 
 FLOOR = 3.0  # a healthy drafter gains at least this many times what the better control gains
+FEW = 3  # prompts below which an interval over prompts says nothing
 COLLAPSE = 0.5  # the second position's conditional acceptance, over the first's
 
 
@@ -125,6 +126,9 @@ def judge(
     `expected` are conditional accuracies from training, one a draft step.
     """
     found = load_findings(load) if load else []
+    if len(acceptance.rounds) < FEW or not acceptance.verified:
+        title = f"{len(acceptance.rounds)} prompts and {acceptance.verified} rounds are too few to judge acceptance"
+        return [*found, Finding.of("M201", title, status="not-run")]
     low, high = acceptance.interval()
     best = max(controls.values(), key=lambda c: c.accept_length)
     line = 1 + FLOOR * max(best.accept_length - 1, 0.02)

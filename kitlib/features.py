@@ -105,6 +105,8 @@ class Target:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], int):
+            if max(prompt) >= len(self.embedding):
+                raise KitError(f"A prompt holds the id {max(prompt)}; the target has {len(self.embedding)} ids.")
             return tuple(prompt)
         if not getattr(self.tokenizer, "chat_template", None):
             return tuple(self.tokenizer("\n".join(m["content"] for m in prompt)).input_ids)
@@ -225,17 +227,29 @@ def read_prompts(path: str | Path, count: int = 0) -> list:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             number += 1
             if line.strip():
-                row = json.loads(line)
-                prompts.append(next(row[k] for k in ("messages", "prompt", "ids") if k in row))
+                prompts.append(_prompt(json.loads(line)))
     except OSError as error:
         raise KitError(f"Cannot read the prompts {path}: {error.strerror}; give a JSONL file.") from None
-    except (ValueError, TypeError, StopIteration):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise KitError(
             f'{path}, line {number}, is not {{"prompt": text}}, {{"messages": […]}} or {{"ids": […]}}.'
         ) from None
     if not prompts:
         raise KitError(f"{path} holds no prompts.")
     return prompts[:count] if count else prompts
+
+
+def _prompt(row: dict) -> str | list:
+    """The prompt of one row; ValueError or TypeError where it is none."""
+    if isinstance(row.get("prompt") if isinstance(row, dict) else None, str) and row["prompt"].strip():
+        return row["prompt"].encode("utf-8").decode("utf-8")
+    ids = row.get("ids")
+    if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
+        return ids
+    said = row.get("messages")
+    if isinstance(said, list) and said and all(isinstance(m.get(k), str) for m in said for k in ("role", "content")):
+        return said
+    raise ValueError("no prompt")
 
 
 def _until(ids: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:

@@ -117,6 +117,8 @@ class Finding:
             ("learn", " · ".join(x for x in (self.learn, f"python -m kitlib explain {self.code}") if x)),
         ]
         shown = rows if self.status == "fail" else rows[:1]
+        lines = [plain(line) for line in lines]
+        shown = [(label, plain(text)) for label, text in shown]
         return "\n".join(lines + [f"    {label:<9} {text}" for label, text in shown if text])
 
 
@@ -234,6 +236,11 @@ def explain(code: str) -> str:
         parts += ["", f"Learn: {entry['learn']}"]
     parts += [f"See: {ref}" for ref in entry.get("references", ())]
     return "\n".join(parts)
+
+
+def plain(text: str) -> str:
+    """One line that a terminal shows as it is: names in files may hold line ends and escape sequences."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def write_atomic(path: str | Path, data: str | bytes) -> Path:

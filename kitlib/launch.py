@@ -14,7 +14,8 @@ from .findings import KitError
 ALIASES = {  # other spellings of the same flag
     "model": "model-path",
     "speculative-draft-model": "speculative-draft-model-path",
-    "speculative-config": "speculative-config",
+    "speculative-algo": "speculative-algorithm",
+    "speculative-draft": "speculative-draft-model-path",
 }
 ENGINES = {
     "sglang.launch_server": "sglang",
@@ -22,7 +23,8 @@ ENGINES = {
     "vllm": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
 }
-_SECRET = re.compile(r"(key|token|secret|password)", re.IGNORECASE)
+_SECRET = re.compile(r"key|token|secret|passw|auth", re.IGNORECASE)
+_HARMLESS = re.compile(r"path|num|map|tokenizer|tokens|file$")  # flags whose names only look secret
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,11 @@ def _flags(words: list[str], engine: str) -> dict[str, Any]:
         if word.startswith("--") and len(word) > 2:
             name, _, value = word[2:].partition("=")
             name = ALIASES.get(name.replace("_", "-"), name.replace("_", "-"))
-            flags[name] = value or True
+            secret = _SECRET.search(name) and not _HARMLESS.search(name)
+            flags[name] = "…" if value and secret else value or True
             name = "" if value else name
         elif name:
-            flags[name] = "…" if _SECRET.search(name) and "path" not in name and "num" not in name else word
+            flags[name] = "…" if _SECRET.search(name) and not _HARMLESS.search(name) else word
             name = ""
         elif "model-path" not in flags and not word.startswith("-"):
             flags["model-path"] = word  # `sglang serve MODEL`, `vllm serve MODEL`

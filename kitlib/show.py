@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .findings import STATUSES, Finding, Report
+from .findings import STATUSES, Finding, Report, plain
 
 Rows = Sequence[Mapping[str, Any]]
 STATUS = {  # what a row or a finding can be: tone and sign
@@ -60,7 +60,7 @@ def number(value: Any) -> str:
         return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(number, value)) + "]"
-    return f"{value:,}" if isinstance(value, int) else " ".join(str(value).split())
+    return f"{value:,}" if isinstance(value, int) else plain(" ".join(str(value).split()))
 
 
 def table(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import pytest
+import torch
 from tiny import write_drafter, write_target
 
 from kitlib.__main__ import main
+from kitlib.contract import Wiring
+from kitlib.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +146,76 @@ def test_a_target_of_another_width(capsys, drafter, tmp_path):
     prompts.write_text('{"ids": [3, 4]}\n')
     capsys.readouterr()
     assert "fc takes 96 features" in refused(capsys, "measure", drafter, "--target", other, "--prompts", prompts)
+
+
+BAD_PROMPTS = [
+    {"prompt": 5}, {"prompt": None}, {"prompt": ""}, {"prompt": "\ud800"}, {"prompt": ["a"]}, {"messages": []},
+    {"messages": [{"role": "user"}]}, {"messages": {}}, {"ids": []}, {"ids": [-1]}, {"ids": ["a"]}, 3, [],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BAD_PROMPTS, ids=str)
+def test_prompts_that_are_none(capsys, drafter, tiny_target, tmp_path, row):
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    assert "line 1" in refused(capsys, "measure", drafter, "--target", tiny_target, "--prompts", tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"boundaries": ["a"]}, {"boundaries": []}, {"capture": "bogus"}, {"d2t": "x"}, {"fc": "no"},
+        {"token_shift": -5}, {"dropped": "fc.weight"}, {"rope": {"theta": "x", "nothing": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wirings_that_are_none(change):
+    good = Wiring((2, 4, 5)).to_dict()
+    with pytest.raises((ValueError, TypeError)):
+        Wiring.from_dict(json.loads(json.dumps(good | change)))
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_hidden_layers"])
+@pytest.mark.parametrize("value", ["Infinity", "0", "-1", '"x"', "null", "1" + "0" * 400])
+def test_target_sizes_that_are_none(capsys, drafter, tmp_path, name, value):
+    sizes = {"hidden_size": "32", "vocab_size": "24", "num_hidden_layers": "8"} | {name: value}
+    (tmp_path / "config.json").write_text("{" + ", ".join(f'"{k}": {v}' for k, v in sizes.items()) + "}")
+    assert name in refused(capsys, "check", drafter, "--target", tmp_path)
+
+
+def test_long_names_files_as_folders_and_odd_urls(capsys, drafter, tmp_path, monkeypatch):
+    refused(capsys, "check", drafter, "--target", "x" * 300)
+    refused(capsys, "lab", "plant", "healthy", tmp_path / ("y" * 300))
+    refused(capsys, "measure", "--count", "-1")
+    assert "like http://host:port" in refused(capsys, "bench", "--server", "http://[::1")
+    monkeypatch.setenv("KEY", "sekret\u20ac")
+    said = refused(capsys, "bench", "--server", "http://127.0.0.1:1", "--api-key-env", "KEY")
+    assert "API key" in said and "sekret" not in said
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KITLIB_CACHE", str(tmp_path / "file"))
+    assert "cannot be used" in refused(capsys, "measure", "--count", "1")
+
+
+def test_names_in_files_cannot_forge_lines_or_send_escapes(capsys, tmp_path, tiny_target):
+    extra = {"evil\n[✓] K999 all good\x1b[2J": torch.ones(3)}
+    folder = write_drafter(tmp_path / "my dir; touch x", extra=extra, rename=("", ""))
+    main(["check", str(folder), "--target", str(tiny_target), "--engine", "0.5.9"])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\n[✓] K999" not in out
+    assert f"convert '{folder}'" in out  # the suggested command can be pasted
+
+
+def test_other_spellings_of_the_flags_that_matter(capsys, drafter, tiny_target):
+    flags = f"--speculative-algo EAGLE --speculative-draft {drafter}"
+    main(["check", "--launch", f"sglang serve {tiny_target} {flags}", "--engine", "0.5.9"])
+    out = capsys.readouterr().out
+    assert "served with --speculative-algorithm EAGLE" in out and "speculation is off" not in out
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(drafter):
+    command = f"{sys.executable} -m kitlib explain K102 | true; {sys.executable} -m kitlib check {drafter} >&-"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")

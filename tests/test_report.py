@@ -304,6 +304,24 @@ def test_paths_are_resolved_against_the_callers_folder(tmp_path, monkeypatch, va
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "--api-key 'tops3cret'", '--api-key "tops3cret"', "--api_key  tops3cret", "HF_TOKEN='tops3cret'",
+        'OPENAI_API_KEY="tops3cret"', "DB_PASSWORD=tops3cret", "TOKEN=tops3cret", "--hf-token tops3cret",
+        "http://u:tops3cret@h", '--api-key \\"tops3cret\\"', "AWS_SECRET_ACCESS_KEY=tops3cret",
+        "--api-key &#x27;tops3cret&#x27;", "--ssl-keyfile-password tops3cret",
+    ],
+)  # fmt: skip
+def test_redact_in_quotes_json_and_html(text):
+    assert "tops3cret" not in pages.redact(f"before {text} after") and "after" in pages.redact(f"before {text} after")
+
+
+def test_redact_leaves_what_only_sounds_secret():
+    text = "--speculative-num-draft-tokens 5 --tokenizer-path abc --speculative-token-map m num_tokens=4"
+    assert pages.redact(text) == text
+
+
+@pytest.mark.parametrize(
     "secret",
     [
         "hf_abcdefghijkl",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint
@@ -33,8 +35,10 @@ Check = Callable[[Case], Iterator[Finding]]
 
 def convert_command(case: Case) -> str:
     """The command that rewrites this drafter for this release."""
-    path = case.checkpoint.path
-    return f"python -m kitlib convert {path} {path}-for-{case.engine.replace('==', '-')} --to {case.engine}"
+    path = Path(case.checkpoint.path).resolve()
+    words = ["python", "-m", "kitlib", "convert", str(path), f"{path}-for-{case.engine.replace('==', '-')}"]
+    words += ["--to", case.engine, *(["--target", case.target.path] if case.target and case.target.path else [])]
+    return shlex.join(words)
 
 
 def trained(case: Case) -> Wiring:

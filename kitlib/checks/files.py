@@ -90,6 +90,10 @@ def vocab_map(case: Case) -> Iterator[Finding]:
         yield Finding.of("K110", title, evidence=[Evidence("header", "no tensor named d2t")])
         return
     name = next(n for n in case.checkpoint.tensors if case.checkpoint.canonical(n) == "d2t")
+    if (dtype := case.checkpoint.tensors[name].dtype) not in ("I64", "I32", "I16", "U16", "U32"):
+        title = f"d2t is stored as {dtype}; offsets are whole numbers"
+        yield Finding.of("K110", title, evidence=[Evidence("header", f"{name}: {dtype}")])
+        return
     d2t = case.checkpoint.read(name).astype(np.int64).ravel()
     ids = d2t + np.arange(len(d2t))
     problem = ""

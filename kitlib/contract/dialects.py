@@ -99,5 +99,5 @@ def read_rope(config: Mapping[str, Any]) -> tuple[Rope, str]:
 
 def number(value: Any) -> float | None:
     """A positive finite number, else None: configs hold strings, nulls and NaN."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
     return float(value) if good else None

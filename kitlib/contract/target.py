@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..findings import KitError
+from .dialects import number
+
+MOST = 16 << 20  # bytes of a config
 
 
 @dataclass(frozen=True)
@@ -27,18 +32,21 @@ class TargetInfo:
     @classmethod
     def of(cls, path: str | Path) -> TargetInfo:
         """Read a model folder or a config.json; the text part of multimodal wrappers is found by name."""
-        file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
+        file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
         try:
+            if not os.path.isfile(file):
+                raise OSError(errno.ENOENT, "there is no such file")
+            if file.stat().st_size > MOST:
+                raise ValueError("it is larger than any config")
             whole = json.loads(file.read_text(encoding="utf-8"))
             text = next((whole[k] for k in ("text_config", "language_config", "llm_config") if k in whole), whole)
             return cls(
                 architecture=str((whole.get("architectures") or [""])[0]),
-                hidden=int(text["hidden_size"]),
-                vocab=int(text["vocab_size"]),
-                layers=int(text["num_hidden_layers"]),
+                hidden=_size(text, "hidden_size"),
+                vocab=_size(text, "vocab_size"),
+                layers=_size(text, "num_hidden_layers"),
                 tie=bool(whole.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-                max_positions=text.get("max_position_embeddings"),
+                max_positions=int(number(text.get("max_position_embeddings")) or 0) or None,
                 config=text,
                 path=str(path),
             )
@@ -48,3 +56,10 @@ class TargetInfo:
             raise KitError(f"The target's {file} has no {error}; is it a language model's config?") from None
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise KitError(f"The target's {file} is not a model config ({error}); give a model folder.") from None
+
+
+def _size(text: Mapping[str, Any], name: str) -> int:
+    """A positive whole number of the config."""
+    if (value := number(text[name])) is None or value != int(value):
+        raise ValueError(f"{name} is {text[name]!r}")
+    return int(value)

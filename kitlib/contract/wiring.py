@@ -10,6 +10,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+CHOICES = {  # what each field may be; the defaults come first
+    "capture": ("boundaries", "normed", "final", "zeros"),
+    "fc": (True, False),
+    "norm_before_fc": (False, True),
+    "fc_norm": (False, True),
+    "residual": ("hidden", "normed"),
+    "feedback": ("pre-norm", "post-norm"),
+    "later_norm": ("input_layernorm", "hidden_norm"),
+    "embed_source": ("target", "own"),
+    "head_source": ("own", "target", "embedding"),
+    "d2t": ("offset", "identity", "absolute", "doubled"),
+    "logit_cut": (False, True),
+    "token_shift": (1, 0),
+    "fill": ("random", "zeros"),
+}
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -68,6 +84,15 @@ class Wiring:
         rope["scaling"] = tuple((str(k), v) for k, v in rope.get("scaling", ()))
         values = {**raw, "rope": Rope(**rope), "boundaries": tuple(raw["boundaries"])}
         values["dropped"] = tuple(raw.get("dropped", ()))
+        for name, allowed in CHOICES.items():
+            if raw.get(name, allowed[0]) not in allowed:
+                raise ValueError(f"{name} is {raw[name]!r}, none of {', '.join(map(str, allowed))}")
+        for name in ("boundaries", "dropped"):
+            kind = int if name == "boundaries" else str
+            if not isinstance(raw.get(name, []), list) or any(type(x) is not kind for x in values[name]):
+                raise ValueError(f"{name} is {raw[name]!r}")
+        if not values["boundaries"]:
+            raise ValueError("boundaries is empty")
         return cls(**values)
 
 

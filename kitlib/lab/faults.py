@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -186,7 +187,7 @@ def plant(name: str, out: str | Path, drafter: str | Path | None = None) -> Path
     if fault.change:
         fault.change(tensors, config)
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and (not os.path.isdir(out) or any(out.iterdir())):
         raise KitError(f"{out} exists and is not empty; name a new folder for the planted fault.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -206,8 +207,8 @@ def plant(name: str, out: str | Path, drafter: str | Path | None = None) -> Path
         work.chmod(0o755)
         out.exists() and out.rmdir()
         os.replace(work, out)
-    except OSError as error:
-        raise KitError(f"Cannot write {out}: {error.strerror}; choose another folder.") from None
+    except (OSError, SafetensorError) as error:
+        raise KitError(f"Cannot write {out} ({error}); choose another folder.") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return out

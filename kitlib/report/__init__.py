@@ -73,16 +73,18 @@ def run(
 
 def _claim(out: Path) -> tuple[Path, set[str]]:
     """The folder, existing, writable and ours, with the files in it that we may replace."""
-    out = out.expanduser().resolve()
-    marker = out / MARKER
     try:
+        out = out.expanduser().resolve()
+        marker = out / MARKER
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()) and not marker.is_file():
             raise KitError(f"{out} holds files that no report made; choose another folder with --out.")
         ours = json.loads(marker.read_text(encoding="utf-8")) if marker.exists() else []
+        if not (isinstance(ours, list) and all(isinstance(n, str) and Path(n).name == n for n in ours)):
+            raise ValueError(f"{MARKER} is not this kit's")
         write_atomic(marker, json.dumps(ours))
         return out, set(ours)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise KitError(f"Cannot write a report in {out} ({error}); choose another folder with --out.") from None
 
 

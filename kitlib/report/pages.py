@@ -17,8 +17,15 @@ STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif
 img{background:#fff;max-width:100%;height:auto}pre{overflow-x:auto;font-size:.85em}code{background:#8882}
 main{padding:1em}.text_cell table{border-collapse:collapse}.ansi-red-fg,.ansi-red-intense-fg{color:#d55e00}
 .text_cell td,.text_cell th{border-bottom:1px solid #8886;padding:.25em .8em;text-align:left}"""
-SECRET = re.compile(
-    r"\b(?:hf_|sk-)[\w-]{8,}|(?<=Bearer )[\w.-]+|(?:(?<=api-key[ =])|(?<=_TOKEN=)|(?<=_KEY=))[^\s\"'\\&<]+"
+SECRET = (
+    re.compile(  # a flag or variable that names a secret, then its value, perhaps quoted, perhaps inside JSON or HTML
+        r"""(--[\w-]*(?:key|token|passw(?:or)?d|secret)(?:\s*=\s*|\s+)"""
+        r"""|\b\w*(?:TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)=)"""
+        r"""((?:\\?["']|&quot;|&\#x?27;)*)[^\s"'\\&<-][^\s"'\\&<]*"""
+    )
+)
+BARE = re.compile(  # what is a secret by itself
+    r"\b(?:hf_|sk-|ghp_|nvapi-)[\w-]{8,}|(?<=Bearer )[^\s\"'\\&<]+|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
 )
 
 
@@ -62,7 +69,7 @@ def summary(report: Report) -> str:
     """What to paste into an issue: the verdict, what failed, what did not run, versions."""
     bad = Report(report.subject, report.errors + report.warnings, report.not_run)
     lines = [f"{book['notebook']}: {book['verdict']}" for book in report.extra["notebooks"]]
-    lines += ["", str(show.findings(bad)), ""]
+    lines += ["", str(show.findings(bad)).replace("~~~~", "~~~"), ""]
     lines += [f"{key}: {value}" for key, value in {**report.subject, **report.extra["provenance"]}.items()]
     return "\n".join([f"**{report.verdict()}**", "", "~~~~text", *lines, "~~~~", ""])
 
@@ -83,7 +90,7 @@ def provenance(root: Path) -> dict[str, str]:
 
 def redact(text: str) -> str:
     """The text without tokens and keys."""
-    return SECRET.sub("[redacted]", text)
+    return BARE.sub("[redacted]", SECRET.sub(r"\1\2[redacted]", text))
 
 
 def _document(title: str, body: str) -> str:

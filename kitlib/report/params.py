@@ -29,7 +29,7 @@ def parse_params(pairs: Iterable[str], file: str | Path | None = None) -> dict[s
         try:
             text = Path(file).read_text(encoding="utf-8")
             params = yaml.load(text, Loader=yaml.BaseLoader) or {}  # noqa: S506 - makes strings and nothing else
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise KitError(f"Cannot read parameters from {file}: {' '.join(str(error).split())}.") from None
         if not isinstance(params, dict):
             raise KitError(f"{file} holds no parameters; write one `name: value` a line.")
@@ -97,5 +97,5 @@ def _literal(value: Any) -> Any:
     try:
         text = str(value)
         return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return value

@@ -37,7 +37,13 @@ class Client:
     """One server by its URL. The API key goes into requests to that URL and nowhere else."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 120.0) -> None:
-        parts = urlsplit(url if isinstance(url, str) else "")
+        try:
+            parts = urlsplit(url if isinstance(url, str) else "")
+        except ValueError:
+            parts = urlsplit("")
+        api_key = api_key.strip()
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise KitError("The API key holds characters that no HTTP header can carry; copy it again.")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise KitError("The server's URL must look like http://host:port, without a user name or key in it.")
         self.url, self.timeout_s, self._auth = (
