@@ -316,6 +316,14 @@ def test_redact_in_quotes_json_and_html(text):
     assert "tops3cret" not in pages.redact(f"before {text} after") and "after" in pages.redact(f"before {text} after")
 
 
+@pytest.mark.parametrize("marker", ["5", '[["a"]]', '["../x"]', '["/etc/passwd"]', "{"])
+def test_a_foreign_marker_is_refused(tmp_path, marker):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".kitlib-report").write_text(marker)
+    with pytest.raises(KitError, match="Cannot write a report"):
+        report.run({}, tmp_path / "out", [book(tmp_path, "01_a")])
+
+
 def test_redact_leaves_what_only_sounds_secret():
     text = "--speculative-num-draft-tokens 5 --tokenizer-path abc --speculative-token-map m num_tokens=4"
     assert pages.redact(text) == text

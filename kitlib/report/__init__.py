@@ -80,12 +80,17 @@ def _claim(out: Path) -> tuple[Path, set[str]]:
         if any(out.iterdir()) and not marker.is_file():
             raise KitError(f"{out} holds files that no report made; choose another folder with --out.")
         ours = json.loads(marker.read_text(encoding="utf-8")) if marker.exists() else []
-        if not (isinstance(ours, list) and all(isinstance(n, str) and Path(n).name == n for n in ours)):
+        if not (isinstance(ours, list) and all(isinstance(n, str) and _inside(n) for n in ours)):
             raise ValueError(f"{MARKER} is not this kit's")
         write_atomic(marker, json.dumps(ours))
         return out, set(ours)
     except (OSError, ValueError, RuntimeError) as error:
         raise KitError(f"Cannot write a report in {out} ({error}); choose another folder with --out.") from None
+
+
+def _inside(name: str) -> bool:
+    """A relative path that stays in its folder."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 @contextmanager
