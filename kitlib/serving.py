@@ -14,6 +14,7 @@ from . import lab
 from .acceptance import Acceptance
 from .checkpoint import Checkpoint
 from .contract import Contract, Wiring
+from .diagnose import FLOOR
 from .findings import Finding
 from .lab.faults import FAULTS
 from .lab.story import planted
@@ -65,6 +66,9 @@ class Serving:
     def __post_init__(self) -> None:
         self.trials = trials(self.workbench)
         self.answers: dict[str, Answer] = {}
+        self.judged: list[Finding] = []  # of the run measured last, asked while its server lived
+        gain = max(c.accept_length for c in self.workbench.controls.values()) - 1
+        self.floor = 1 + FLOOR * max(gain, 0.02)  # as M201 draws the line
         self.logs = Path(self.workbench.out or "reports/interactive") / "servers"
         self.predictions = {t.name: self._predict(t) for t in self.trials}
 
@@ -113,7 +117,10 @@ class Serving:
             server.said = server.chat("What is the capital of France?")
             prompts = [t.ids[: t.prompt] for t in texts]
             limit, progress = self.workbench.max_new_tokens, self.workbench.progress
-            return server, bench(server, prompts, max_new_tokens=limit, clients=self.clients, progress=progress)
+            run = bench(server, prompts, max_new_tokens=limit, clients=self.clients, progress=progress)
+            if server.info().on is not False or not self.judged:
+                self.judged = health_findings(server, run, self.floor)
+            return server, run
 
     def story(self, server: Server | None) -> str:
         """The start in words: the command, the engine and why, both clocks, and the answer to a question."""
@@ -194,11 +201,10 @@ class Serving:
 
     def findings(self) -> list[Finding]:
         """The last trial judged: health, acceptance against the controls, and the text."""
-        controls = self.workbench.controls
-        floor = 1 + 3 * max(max(c.accept_length for c in controls.values()) - 1, 0.02)
         server, run = self.answers.get(self.trials[-1].name, (None, None))
         if server is None:
             return [Finding.of("S501", "no server was asked", status="not-run")]
+        if run is None:
+            return server.findings
         dtype = str(self.workbench.session.target.model.dtype).removeprefix("torch.")
-        texts = [t.answer for t in self.workbench.session.texts]
-        return health_findings(server, run, floor) + (text_findings(run, texts, dtype) if run else [])
+        return self.judged + text_findings(run, [t.answer for t in self.workbench.session.texts], dtype)
