@@ -218,8 +218,7 @@ def measure(session: Session, wiring: Wiring | None = None, expected: Sequence[f
         "wiring": wiring.to_dict(),
         "dtype": str(session.target.model.dtype).removeprefix("torch."),
     }
-    with torch.no_grad():
-        return Report(subject, tuple(findings), extra={"acceptance": block})
+    return Report(subject, tuple(findings), extra={"acceptance": block})
 
 
 @torch.inference_mode()

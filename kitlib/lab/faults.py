@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..checkpoint import Checkpoint
-from ..contract import Contract, TargetInfo, Wiring
+from ..contract import Contract, Wiring
 from ..drafter import fill_value
 from ..findings import KitError, write_atomic
-from . import drafter_path, target_path
+from . import drafter_path
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
@@ -219,8 +219,3 @@ def get(name: str) -> Fault:
     if name not in FAULTS:
         raise KitError(f"There is no fault {name!r}; `python -m kitlib lab faults` lists {', '.join(FAULTS)}.")
     return FAULTS[name]
-
-
-def lab_target() -> TargetInfo:
-    """The lab's target, from its config alone."""
-    return TargetInfo.of(target_path())
