@@ -1,90 +1,26 @@
-"""Where the lab's training starts: the draft vocabulary, the drafter's config, and its first weights.
-
-The start is the best linear guess of the target's next final state from the states and the newest token. Random
-weights start with a loss of about 20, as the target's own norm and head make any state confident, and stay long on
-the plateau of not reading the newest token: attention finds it only where it already looks. So `fc` holds the guess's
-part from the states; in each group one head looks at its own position, and values and output hold the token's part.
-"""
+"""Where the lab's training starts: the draft vocabulary, the drafter's config, and its first weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..drafter import rms_norm
 from ..features import Target
-
-PAIRS, FOCUS, RIDGE = 4, 16.0, 0.01  # fastest rotary pairs, and score, of a head that looks at its own position
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A linear guess of the next final state, before the weight of the norm."""
-
-    fc: Tensor  # [H, K*Ht] its part from the states
-    token: Tensor  # [H, H] its part from the newest token's normed embedding
-    token_root: Tensor  # [H, H] Cholesky factor of that embedding's second moments
-    one: Tensor  # [2*H] the best constant 1 from the layer's input: embedding and state, both normed
-    rms: Tensor  # [K*Ht] of each feature
-
-
-def linear_guess(
-    answers: Sequence[tuple[Tensor, Sequence[int]]],  # states [n+1, (K+1)*Ht] from the last prompt token; n tokens
-    norm: Tensor,  # [Ht] weight of the target's final norm
-    embedding: Tensor,  # [V, H]
-) -> Guess:
-    """Two ridge regressions over answers."""
-    width, unit = len(norm), torch.ones(len(norm))
-
-    def batches():
-        for states, tokens in answers:
-            embed = rms_norm(embedding[torch.tensor(tokens)].float(), unit, 1e-5)
-            yield states[:-1, :-width].float(), embed, states[1:, -width:].float() / norm
-
-    guess, gram = _ridge((torch.cat([x, embed], -1), y) for x, embed, y in batches())
-    fc, token = guess[:, :-width].contiguous(), guess[:, -width:]
-    layer = ((torch.cat([e, rms_norm(x @ fc.T, unit, 1e-5)], -1), torch.ones(len(e), 1)) for x, e, _ in batches())
-    one = _ridge(layer)[0][0]
-    root = torch.linalg.cholesky(gram[-width:, -width:] + 1e-4 * gram.diag().mean() * torch.eye(width))
-    return Guess(fc, token, root.float(), one, gram.diag()[:-width].sqrt().clamp_min(1e-3).float())
-
-
-def _ridge(pairs) -> tuple[Tensor, Tensor]:
-    """Coefficients [out, in] of y on x, and the second moments [in, in] of x."""
-    gram, cross, count = 0.0, 0.0, 0
-    for x, y in pairs:
-        gram, cross, count = gram + (x.T @ x).double(), cross + (x.T @ y).double(), count + len(x)
-    penalty = RIDGE * gram.diag().clamp_min(1e-9).diag()
-    return torch.linalg.solve(gram + penalty, cross).T.float(), gram / count
-
-
-def attention_of(guess: Guess, weights: dict[str, Tensor], heads: int, kv_heads: int) -> None:
-    """Write the guess's token part into `weights`, whose attention is random so far and whose o_proj is zero."""
-    q, k, v, o = (weights[f"layers.0.self_attn.{n}_proj.weight"] for n in "qkvo")
-    size, hidden, group = len(q) // heads, len(guess.token), heads // kv_heads
-    rows = torch.arange(min(PAIRS, size // 2))
-    rows = torch.cat([rows, rows + size // 2])  # both halves of the fastest rotary pairs
-    height = (FOCUS * size**0.5 / len(rows)) ** 0.5  # equal positions then score FOCUS
-    left, scale, right = torch.linalg.svd(guess.token @ guess.token_root)
-    out, read = left * scale, torch.linalg.solve(guess.token_root.T, right.T).T
-    for j in range(kv_heads):
-        part = slice(j * size, j * size + size)
-        q[j * group * size + rows] = height * guess.one
-        k[j * size + rows] = height * guess.one
-        v[part] = 0
-        v[part, :hidden] = read[part]
-        o[:, j * group * size : j * group * size + size] = out[:, part]
 
 
 def new_drafter(
-    target: Target, kept: Tensor, boundaries: Sequence[int], guess: Guess, generator: torch.Generator
+    target: Target,
+    kept: Tensor,  # [Vd] target ids that the drafter can write, ascending
+    boundaries: Sequence[int],
+    rms: Tensor,  # [K*Ht] of each feature
+    generator: torch.Generator,
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Config (speculators) and starting weights: the guess, the target's norm (at 0.6) and head, the rest N(0, 0.02).
+    """Config (speculators) and starting weights: the target's norm and head, norms of 1, matrices N(0, 0.02).
 
-    `kept` [Vd] are the target ids that the drafter can write, ascending.
+    `fc` is that draw over `rms`: the features' scales differ tenfold, and no boundary may drown the others.
     """
     config = target.info.config
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -92,19 +28,18 @@ def new_drafter(
     layer["head_dim"] = config.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
     layer["rope_theta"] = (config.get("rope_parameters") or config)["rope_theta"]
     fixed = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
-    verifier = {"name_or_path": target.info.path, "architectures": [target.info.architecture]}
+    verifier = {"name_or_path": Path(target.info.path).name, "architectures": [target.info.architecture]}
     method = {"proposal_type": "greedy", "speculative_tokens": 4}
     h, inter, vocab = layer["hidden_size"], layer["intermediate_size"], layer["vocab_size"]
     q, kv = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
     p, norms = "layers.0.", ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     shapes = {f"{p}self_attn.{n}_proj.weight": (rows, 2 * h) for n, rows in (("q", q), ("k", kv), ("v", kv))}
-    shapes |= {f"{p}mlp.{n}_proj.weight": (inter, h) for n in ("gate", "up")}
+    shapes |= {f"{p}self_attn.o_proj.weight": (h, q), f"{p}mlp.down_proj.weight": (h, inter)}
+    shapes |= {f"{p}mlp.{n}_proj.weight": (inter, h) for n in ("gate", "up")} | {"fc.weight": (h, len(rms))}
     weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
     weights |= {f"{p}{n}.weight": torch.ones(h) for n in norms}
-    weights |= {p + "self_attn.o_proj.weight": torch.zeros(h, q), p + "mlp.down_proj.weight": torch.zeros(h, inter)}
-    attention_of(guess, weights, layer["num_attention_heads"], layer["num_key_value_heads"])
-    weights |= {"fc.weight": guess.fc, "norm.weight": 0.6 * target.final_norm.weight.detach()}
-    weights["lm_head.weight"] = target.head[kept]
+    weights["fc.weight"] /= rms
+    weights |= {"norm.weight": target.final_norm.weight.detach(), "lm_head.weight": target.head[kept]}
     t2d = torch.zeros(vocab, dtype=torch.bool)
     t2d[kept] = True
     maps = {"d2t": kept - torch.arange(len(kept)), "t2d": t2d}
@@ -114,7 +49,7 @@ def new_drafter(
         "speculators_version": "0.5.0",
         "draft_vocab_size": len(kept),
         "norm_before_residual": False,
-        "target_hidden_size": None,
+        "target_hidden_size": target.info.hidden,
         "eagle_aux_hidden_state_layer_ids": list(boundaries),
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",

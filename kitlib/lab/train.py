@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save
-from torch import Tensor
 
 from .. import __version__
 from ..checkpoint import Checkpoint
@@ -26,10 +25,10 @@ from ..findings import KitError, write_atomic
 from ..paths import cache as cache_folder
 from .passes import accuracy, batch_loss
 from .rows import Batch, collate, extract, read_rows
-from .start import draft_vocabulary, linear_guess, new_drafter
+from .start import draft_vocabulary, new_drafter
 
-WARMUP, CLIP = 0.06, 1.0  # share of the tokens until the highest rate; longest gradient
-SHORTEST, CHECKS, FIT = 4, 10, 400  # tokens of the shortest answer in use; points of the curve; rows of the guess
+WARMUP, CLIP, DECAY = 0.02, 1.0, 0.01  # share of the tokens until the highest rate; longest gradient; weight decay
+SHORTEST, CHECKS, SCALE = 4, 10, 200  # tokens of the shortest answer in use; points of the curve; rows for the scale
 
 
 def batches_of(rows: Sequence[dict], chosen: Sequence[int], size: int, generator: torch.Generator) -> list[list[int]]:
@@ -42,16 +41,6 @@ def batches_of(rows: Sequence[dict], chosen: Sequence[int], size: int, generator
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def optimizers_of(masters: dict[str, Tensor], rate: float, matrix_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for fc and the layer's matrices, AdamW for head and norms; `top` is each group's highest rate."""
-    matrices = [m for name, m in masters.items() if m.dim() == 2 and name != "lm_head.weight"]
-    others = [m for name, m in masters.items() if m.dim() == 1 or name == "lm_head.weight"]
-    muon = torch.optim.Muon(
-        [{"params": matrices, "top": matrix_rate}], weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
-    return [muon, torch.optim.AdamW([{"params": others, "top": rate}], betas=(0.9, 0.95), weight_decay=0.01)]
-
-
 def learning_rate(share: float, top: float) -> float:
     """Rate after this share of the tokens: a short ascent, then a cosine down to two hundredths of the top."""
     return top * min(1.0, (share + 1e-3) / WARMUP) * (0.02 + 0.98 * (1 + math.cos(math.pi * share)) / 2)
@@ -62,12 +51,11 @@ def train(
     data: Path,  # rows that `generate` made
     out: Path,  # a folder; receives model.safetensors, config.json and metrics.json
     *,
-    tokens: int = 1_500_000,  # response tokens to train on, repetitions included
+    tokens: int = 2_000_000,  # response tokens to train on, repetitions included
     cache: Path | None = None,  # a folder for the target's states (4.6 kB a token); None: in the kit's cache
     steps: int = 4,
-    batch: int = 16,
-    rate: float = 3e-4,  # of AdamW, for head and norms
-    matrix_rate: float = 2e-3,  # of Muon, for fc and the layer's matrices
+    batch: int = 4,  # rows; small batches win while the budget is tokens: four times the steps of 16
+    rate: float = 1e-3,  # of AdamW
     draft_vocab: int = 8192,
     validation: int = 64,
     seed: int = 0,
@@ -86,10 +74,9 @@ def train(
         raise KitError(f"{data} holds {len(rows)} rows for {validation} of validation and {tokens} tokens; give more.")
     states = extract(target, rows, boundaries, cache or cache_folder() / "lab" / "states", say)
     kept = draft_vocabulary([rows[i] for i in chosen], target.info.vocab, draft_vocab)
-    prompts = [row["prompt_tokens"] for row in rows]
-    fit = [(states[i][prompts[i] - 1 :], rows[i]["ids"][prompts[i] :]) for i in chosen[:FIT]]
-    guess = linear_guess(fit, target.final_norm.weight.detach().float(), target.embedding)
-    config, weights = new_drafter(target, kept, boundaries, guess, generator)
+    features = torch.cat([states[i] for i in chosen[:SCALE]])[:, : -target.info.hidden]
+    rms = features.float().pow(2).mean(0).sqrt().clamp_min(1e-3)  # [K*Ht]
+    config, weights = new_drafter(target, kept, boundaries, rms, generator)
 
     def save_all(metrics: dict) -> None:
         write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
@@ -104,9 +91,9 @@ def train(
     names = list(drafter.shapes)
     parameters = [drafter[name].requires_grad_() for name in names]
     # fp32 masters; that of fc is scaled as if every feature had RMS 1, as the states' scales differ tenfold
-    scales = [guess.rms if name == "fc.weight" else torch.ones(()) for name in names]
+    scales = [rms if name == "fc.weight" else torch.ones(()) for name in names]
     masters = [p.detach().float() * scale for p, scale in zip(parameters, scales, strict=True)]
-    optimizers = optimizers_of(dict(zip(names, masters, strict=True)), rate, matrix_rate)
+    optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=DECAY)
     head, to_draft = target.head[kept], torch.full((target.info.vocab,), -1)
     to_draft[kept] = torch.arange(len(kept))
     hidden, stops = target.info.hidden, target.stop_ids
@@ -125,16 +112,14 @@ def train(
         for master, parameter, scale in zip(masters, parameters, scales, strict=True):
             master.grad, parameter.grad = parameter.grad.float() / scale, None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(share, group["top"])
-            optimizer.step()
+        optimizer.param_groups[0]["lr"] = learning_rate(share, rate)
+        optimizer.step()
         with torch.no_grad():
             for master, parameter, scale in zip(masters, parameters, scales, strict=True):
                 parameter.copy_(master / scale)
         seen += int(one.answers.sum())
         recent.append(parts)
-        if turn % 20 == 1 or seen >= tokens:
+        if turn % 100 == 1 or seen >= tokens:
             speed = seen / (time.monotonic() - started)
             say(f"{seen}/{tokens} tokens, {speed:.0f} a second, loss {[round(x, 3) for x in parts]}")
         if seen - since >= tokens / CHECKS or seen >= tokens:
@@ -149,7 +134,7 @@ def train(
                 "definition": "joint = speculators' full_acc, conditional = cond_acc; validation rows are greedy",
                 "rows": {"train": len(chosen), "validation": len(held)},
                 "distinct_tokens": sum(int(len(rows[i]["ids"]) - rows[i]["prompt_tokens"]) for i in chosen),
-                "settings": {"tokens": tokens, "steps": steps, "batch": batch, "rate": rate, "matrix_rate": matrix_rate}
+                "settings": {"tokens": tokens, "steps": steps, "batch": batch, "rate": rate}
                 | {"draft_vocab": len(kept), "seed": seed, "threads": torch.get_num_threads()},
                 "seconds": {
                     "wall": round(time.monotonic() - begun),
