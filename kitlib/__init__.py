@@ -18,9 +18,11 @@ _FRONT_DOOR = {
     "check": "checks",
     "environment": "workbench",
     "feature_findings": "diagnose",
+    "flag_matrix": "matrix",
     "layer_findings": "diagnose",
     "load_findings": "diagnose",
     "load_rows": "rows",
+    "matrix_findings": "matrix",
     "wiring_rows": "rows",
 }
 _MODULES = ("show", "lab")

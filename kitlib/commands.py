@@ -194,7 +194,10 @@ def bench(args: argparse.Namespace) -> int:
         plain.require()
         other = server.bench(plain, prompts, **options)
         extra["compared"] = server.compare(run, other)
-        findings += server.text_findings(run, other, args.dtype)
+        gaps = server.tie_gaps(plain, run, other) if args.dtype != "float32" else {}
+        noise = server.noise_floor(plain, [p for p in prompts if isinstance(p[0], int)][:4]) if gaps else None
+        findings += server.text_findings(run, other, args.dtype, gaps, noise)
+        findings += server.speed_findings(extra["compared"])
     if not args.json:
         print(f"accept length {run.accept_length} = 1 + {run.accepted}/{run.verified} · histogram {run.histogram}")
         print(f"{run.tokens_per_s} tokens/s · first token after {run.ttft} s · the engine says {run.engine_says}")

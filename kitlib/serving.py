@@ -18,7 +18,20 @@ from .diagnose import FLOOR
 from .findings import Finding
 from .lab.faults import FAULTS
 from .lab.story import planted
-from .server import Launch, Run, Server, attach, bench, compare, health_findings, start, text_findings
+from .server import (
+    Launch,
+    Run,
+    Server,
+    attach,
+    bench,
+    compare,
+    health_findings,
+    noise_floor,
+    speed_findings,
+    start,
+    text_findings,
+    tie_gaps,
+)  # fmt: skip
 from .workbench import Workbench
 
 Answer = tuple[Server, Run | None]
@@ -67,10 +80,16 @@ class Serving:
         self.trials = trials(self.workbench)
         self.answers: dict[str, Answer] = {}
         self.judged: list[Finding] = []  # of the run measured last, asked while its server lived
+        self.gaps: dict[int, float] = {}  # where its text parts from the baseline's in low precision (M205)
+        self.noise: float | None = None
         gain = max(c.accept_length for c in self.workbench.controls.values()) - 1
         self.floor = 1 + FLOOR * max(gain, 0.02)  # as M201 draws the line
         self.logs = Path(self.workbench.out or "reports/interactive") / "servers"
         self.predictions = {t.name: self._predict(t) for t in self.trials}
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.workbench.session.target.model.dtype).removeprefix("torch.")
 
     def _predict(self, trial: Trial) -> Acceptance | None:
         """Replay of the trial's own files under its wiring, on the same prompts and states."""
@@ -103,8 +122,7 @@ class Serving:
     def _open(self, drafter: Path | None, algorithm: str) -> Server:
         if self.url:
             return attach(self.url, self.api_key, interval_s=self.interval_s, limit=self.limit)
-        dtype = str(self.workbench.session.target.model.dtype).removeprefix("torch.")
-        launch = Launch(self.workbench.target_path, drafter, algorithm, self.workbench.draft_steps, dtype=dtype)
+        launch = Launch(self.workbench.target_path, drafter, algorithm, self.workbench.draft_steps, dtype=self._dtype)
         limit_s = self.limit * self.interval_s
         return start(launch, self.logs, interval_s=self.interval_s, limit_s=limit_s, progress=self.workbench.progress)
 
@@ -120,6 +138,9 @@ class Serving:
             run = bench(server, prompts, max_new_tokens=limit, clients=self.clients, progress=progress)
             if server.info().on is not False or not self.judged:
                 self.judged = health_findings(server, run, self.floor)
+            elif self._dtype != "float32" and (last := self.answers.get(self.trials[-1].name, (None, None))[1]):
+                self.gaps = tie_gaps(server, last, run)
+                self.noise = noise_floor(server, prompts[:4], limit) if self.gaps else None
             return server, run
 
     def story(self, server: Server | None) -> str:
@@ -206,5 +227,7 @@ class Serving:
             return [Finding.of("S501", "no server was asked", status="not-run")]
         if run is None:
             return server.findings
-        dtype = str(self.workbench.session.target.model.dtype).removeprefix("torch.")
-        return self.judged + text_findings(run, [t.answer for t in self.workbench.session.texts], dtype)
+        baseline = self.answers.get("without speculation", (None, None))[1]
+        plain = baseline or [t.answer for t in self.workbench.session.texts]
+        speed = speed_findings(compare(run, baseline)) if baseline else []
+        return self.judged + text_findings(run, plain, self._dtype, self.gaps, self.noise) + speed

@@ -43,7 +43,6 @@ class Workbench:
     prompt_count: int = 0
     max_new_tokens: int = 64
     draft_steps: int = 4
-    seed: int = 0
     out: str = ""
     progress: Any = iter
     story: list[dict[str, Any]] = field(default_factory=list, repr=False)

@@ -10,10 +10,10 @@ from .bench import Request, Run, bench
 from .client import Client
 from .health import Timeline, watch
 from .launch import Launch, choose_engine
-from .paired import compare, text_findings, tie_gaps
+from .paired import compare, noise_floor, speed_findings, text_findings, tie_gaps
 from .serve import Server, attach, health_findings, start
 
 __all__ = [
     "Client", "Launch", "Request", "Run", "Server", "Timeline", "attach", "bench", "choose_engine", "compare",
-    "health_findings", "start", "text_findings", "tie_gaps", "watch",
+    "health_findings", "noise_floor", "speed_findings", "start", "text_findings", "tie_gaps", "watch",
 ]  # fmt: skip

@@ -72,6 +72,42 @@ def tie_gaps(server: Server, run: Run, baseline: Texts) -> dict[int, float]:
     return gaps
 
 
+def noise_floor(server: Server, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32) -> float | None:
+    """How far the target's own log-probabilities move with the shape of the batch, asked without speculation.
+
+    The same tokens are scored when they are generated one by one and when they are read at once, as verification
+    does. A gap of two moves by up to twice the largest difference, which is what is returned; None: not told.
+    """
+    moved = []
+    for ids in prompts:
+        ask = {"return_logprob": True, "logprob_start_len": -1}
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        told = server.client.post("/generate", {"input_ids": list(ids), "sampling_params": sampling} | ask)
+        try:
+            slow = [(row[1], row[0]) for row in told["meta_info"]["output_token_logprobs"]]
+            whole = {"input_ids": [*ids, *(token for token, _ in slow)], "sampling_params": {"max_new_tokens": 1}}
+            told = server.client.post("/generate", whole | ask | {"logprob_start_len": len(ids) - 1})
+            fast = {len(ids) + i: row for i, row in enumerate(told["meta_info"]["input_token_logprobs"][1:])}
+            moved += [abs(fast[len(ids) + i][0] - p) for i, (_, p) in enumerate(slow) if fast[len(ids) + i][0]]
+        except (KeyError, TypeError, IndexError):
+            continue
+    return 2 * max(moved) if moved else None
+
+
+def speed_findings(told: Mapping[str, Any]) -> list[Finding]:
+    """M206 from what `compare` told: faster, slower, or not told apart on these prompts."""
+    if told["speedup"] is None:
+        return [Finding.of("M206", "no prompt was answered by both servers", status="not-run")]
+    low, high = told["interval"]
+    text = f"speed-up {told['speedup']:.2f} ({low:.2f}-{high:.2f}) at accept length {told['accept_length']}"
+    evidence = [Evidence("server", text, {k: told[k] for k in ("speedup", "interval", "tokens_per_s")})]
+    if low > 1:
+        return [Finding.of("M206", status="pass", evidence=evidence)]
+    if high < 1:
+        return [Finding.of("M206", f"speculation is slower: {text}", evidence=evidence)]
+    return [Finding.of("M206", f"not told apart from no speculation: {text}", evidence=evidence, severity="info")]
+
+
 def text_findings(
     run: Run,
     baseline: Texts,
