@@ -100,6 +100,45 @@ def test_chunks_that_hold_only_new_ids_are_joined():
         assert bench(attach(url), [[1]], warmup=0).texts == [(0, 1, 2, 3)]
 
 
+def test_a_vllm_server_is_counted_by_the_difference_of_its_counters():
+    """From vLLM's documentation, not run: counters of all requests, positions joint, other traffic before the run."""
+    asked, drafts = [], iter([30, 40, 40, 40])
+
+    def handle(_, path, body):
+        if path in ("/health", "/metrics", "/version", "/v1/models", "/v1/completions"):
+            if path == "/v1/completions":
+                asked.append(body)
+                choice = {"text": "ab", "token_ids": body["prompt"][:2]}
+                return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}).encode()
+            if path == "/metrics":
+                n = next(drafts)
+                text = f"""# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {n}.0
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {n - 20}.0
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {3 * n}.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {n - 24}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {3 if n < 40 else 5}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="2"}} 1.0
+"""
+                return 200, text.encode()
+            told = {"/version": {"version": "0.33.0"}, "/v1/models": {"data": [{"id": "m"}]}}.get(path, {})
+            return 200, json.dumps(told).encode()
+        return 404, b"{}"
+
+    with serving(handle) as (url, _):
+        server = attach(url)
+        run = bench(server, PROMPTS, max_new_tokens=8, clients=2)
+        found = health_findings(server, run)
+    assert not run.error and server.ready and len(asked) == 7 and asked[0]["return_token_ids"]
+    assert (run.verified, run.accepted, run.accept_length, run.draft_steps) == (10, 10, 2.0, 3)
+    assert run.histogram == [0, 8, 2, 0] and run.interval is None and run.texts[0] == (10, 2)
+    assert [f.status for f in found if f.code == "S502"] == ["not-run"]  # no control, no verdict
+    assert json.loads(json.dumps(run.to_dict()))["accept_length"] == 2.0
+
+
 # --- servers that do not ----------------------------------------------------------------------------------------
 
 FAULTS = {

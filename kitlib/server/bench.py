@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..findings import KitError
 from ..logs import Counts, Speculation, request_counts, server_counts
-from .client import Failed
+from . import vllm
+from .client import Client, Failed
 from .serve import Server
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a user message, token ids, or chat messages
@@ -46,6 +48,7 @@ class Run:
     seconds: float = 0.0  # wall time, warm-up not included
     error: str = ""
     engine_says: dict[str, Any] = field(default_factory=dict)
+    totals: Counts | None = None  # where the server counts all requests together (vLLM)
 
     @property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -67,12 +70,12 @@ class Run:
     @property
     def verified(self) -> int:
         """v: verify rounds."""
-        return sum(r.counts.v or 0 for r in self.requests)
+        return self.totals.v or 0 if self.totals else sum(r.counts.v or 0 for r in self.requests)
 
     @property
     def accepted(self) -> int:
         """a: accepted draft tokens."""
-        return sum(r.counts.a or 0 for r in self.requests)
+        return self.totals.a or 0 if self.totals else sum(r.counts.a or 0 for r in self.requests)
 
     @property
     def accept_length(self) -> float | None:
@@ -81,14 +84,19 @@ class Run:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Bootstrap over prompts of the accept length, as `Acceptance.interval`."""
+        """Bootstrap over prompts of the accept length, as `Acceptance.interval`; None where only totals are told."""
         rows = [(r.counts.a or 0, r.counts.v or 0) for r in self.requests]
-        return None if not self.verified else tuple(1 + x for x in bootstrap(rows, lambda t: t[:, 0] / t[:, 1]))
+        return (
+            None
+            if self.totals or not self.verified
+            else tuple(1 + x for x in bootstrap(rows, lambda t: t[:, 0] / t[:, 1]))
+        )
 
     @property
     def histogram(self) -> list[int]:
         """Rounds by accepted drafts, over all requests that tell it."""
-        told = [r.counts.histogram for r in self.requests if r.counts.histogram]
+        told = [c.histogram for c in ([self.totals] if self.totals else [r.counts for r in self.requests])]
+        told = [h for h in told if h]
         longest = max((len(h) for h in told), default=0)
         size = max(longest, (self.draft_steps or 0) + 1) if told else 0  # engines leave trailing zeros out
         return [sum(h[k] for h in told if k < len(h)) for k in range(size)]
@@ -138,10 +146,13 @@ def bench(
     try:
         info = server.info()
         run.draft_steps = info.steps if info.on is not False else None
+        foreign = info.release.startswith("vllm ")
+        ask = partial(_ask_openai, server.client, vllm.model(server.client)) if foreign else partial(_ask, server, info)
         for i in range(warmup):
-            _ask(server, i, prompts[i % len(prompts)], max_new_tokens, info)
+            ask(i, prompts[i % len(prompts)], max_new_tokens)
         if server.process and warmup:
             server.client.status("/flush_cache", 30.0)
+        before = vllm.reading(server.client) if foreign else {}
     except KitError as error:
         run.error = str(error)
         return run
@@ -155,7 +166,7 @@ def bench(
             if i is None:
                 return
             try:
-                done.put(_ask(server, i, prompt, max_new_tokens, info))
+                done.put(ask(i, prompt, max_new_tokens))
             except Exception as error:  # a thread must not die in silence: the reader would wait for ever
                 stop.set()
                 done.put(error if isinstance(error, KitError) else KitError(f"prompt {i}: {error!r}"))
@@ -180,11 +191,35 @@ def bench(
         rest = [done.get() for _ in range(done.qsize())]
         run.requests += [r for r in rest if isinstance(r, Request)]
     run.requests.sort(key=lambda r: r.prompt)
-    run.engine_says = {} if run.error else _engine_says(server, run)
+    if foreign and not run.error:
+        run.totals = vllm.difference(before, vllm.reading(server.client))
+        run.draft_steps = run.totals.S
+        run.engine_says = {"accept_length": run.totals.accept_length, "why": run.totals.caveat}
+    elif not run.error:
+        run.engine_says = _engine_says(server, run)
     return run
 
 
-def _ask(server: Server, number: int, prompt: Prompt, max_new_tokens: int, info: Speculation) -> Request:
+def _ask_openai(client: Client, model: str, number: int, prompt: Prompt, max_new_tokens: int) -> Request:
+    """One greedy request to a server that only speaks OpenAI's protocol; its counts are the server's, not its own."""
+    began, body = time.perf_counter(), {"model": model, "temperature": 0, "max_tokens": max_new_tokens}
+    ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
+    try:
+        if ids:
+            answer = client.post("/v1/completions", body | {"prompt": list(prompt), "return_token_ids": True})
+            choice = answer["choices"][0]
+            text, told = choice["text"], choice.get("token_ids")
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            answer = client.post("/v1/chat/completions", body | {"messages": messages})
+            text, told = answer["choices"][0]["message"]["content"], None
+        counts = Counts(tokens=int(answer["usage"]["completion_tokens"]))
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise Failed("fields", f"{client.url} answered a completion without a choice, a text or its usage.") from None
+    return Request(number, str(text), tuple(told) if told else None, counts, time.perf_counter() - began, None)
+
+
+def _ask(server: Server, info: Speculation, number: int, prompt: Prompt, max_new_tokens: int) -> Request:
     """One greedy request: ids are streamed from /generate, text goes through the server's chat template."""
     began, first, told, client = time.perf_counter(), None, None, server.client
     if isinstance(prompt, str) or not isinstance(prompt[0], int):

@@ -60,6 +60,10 @@ class Client:
         """The JSON object that this path answers."""
         return self._json(path, b"".join(self._pieces("GET", path, None, self.timeout_s)))
 
+    def text(self, path: str) -> str:
+        """The text that this path answers."""
+        return b"".join(self._pieces("GET", path, None, self.timeout_s)).decode("utf-8", "replace")
+
     def post(self, path: str, body: Any) -> Any:
         """The JSON object that this path answers to a JSON body."""
         return self._json(path, b"".join(self._pieces("POST", path, body, self.timeout_s)))

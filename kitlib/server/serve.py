@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,17 @@ class Server:
         return self.client.get("/get_server_info")
 
     def info(self) -> Speculation:
-        """Speculation on or off and how, and the release, by the server's own words."""
-        return speculation(self.raw_info())
+        """Speculation on or off and how, and the release, by the server's own words.
+
+        vLLM tells its version only: `release` is then "vllm " and that version, and `on` is None.
+        """
+        try:
+            return speculation(self.raw_info())
+        except Failed as failed:
+            if failed.kind != "404":
+                raise
+        version = self.client.get("/version").get("version")
+        return replace(speculation({}), release=f"vllm {version}")
 
     def chat(self, text: str, max_tokens: int = 48) -> str:
         """The greedy answer to one user message."""
@@ -133,10 +143,9 @@ def health_findings(server: Server, run: Run | None = None, floor: float | None 
     if run is None or run.verified == 0:
         title = "no verify round was measured, and health alone proves nothing about the drafter"
         return [*server.findings, Finding.of("S502", title, status="not-run", evidence=evidence)]
-    low, high = run.interval
-    text = (
-        f"accept length {run.accept_length:.3f} ({low:.2f}-{high:.2f}): {run.accepted} drafts in {run.verified} rounds"
-    )
+    low, high = run.interval or (run.accept_length, run.accept_length)  # vLLM tells totals only
+    said = f"({low:.2f}-{high:.2f}): {run.accepted} drafts in {run.verified} rounds"
+    text = f"accept length {run.accept_length:.3f} {said}"
     evidence.append(Evidence("acceptance", text + (f" · broken below {floor:.2f}" if floor else ""), {"floor": floor}))
     title = f"the server is healthy and accept length is {run.accept_length:.2f}"
     if run.accepted == 0 or (floor and high < floor):
