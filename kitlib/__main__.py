@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from typing import NoReturn
 
 from . import __version__, commands
@@ -23,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # names in files may hold what a terminal cannot show
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    if threading.current_thread() is threading.main_thread():  # so that a killed command still clears up
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         arguments = _parser().parse_args(argv)
         code = arguments.run(arguments)

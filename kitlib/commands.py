@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from . import findings
@@ -56,14 +57,13 @@ def check(args: argparse.Namespace) -> int:
             print(found.to_json())
         raise KitError(unreadable.title)
     code = _finish(found, args.json)
-    return 0 if args.engine == ["all"] else code
+    return 0 if "all" in (args.engine or ()) else code
 
 
 def measure(args: argparse.Namespace) -> int:
     """Exact acceptance offline."""
     from . import diagnose, lab
-    from .features import read_prompts
-    from .paths import cache
+    from .workbench import Workbench
 
     if args.steps < 1 or args.max_new_tokens < 1 or args.count < 0:
         raise KitError("--steps and --max-new-tokens must be at least 1, --count at least 0.")
@@ -71,17 +71,14 @@ def measure(args: argparse.Namespace) -> int:
         raise KitError(f"There is nothing at {args.target}; give the target's folder.")
     if bool(args.drafter) != bool(args.target):
         raise KitError("Name both a drafter and its --target, or neither for the lab.")
-    session = diagnose.Session.open(
-        args.drafter or lab.drafter_path(),
-        args.target or lab.target_path(),
-        read_prompts(args.prompts or lab.PROMPTS, args.count),
-        max_new_tokens=args.max_new_tokens,
-        steps=args.steps,
-        device=args.device,
-        dtype=args.dtype,
-        cache=cache() / "greedy",
-    )
-    found = diagnose.measure(session, _wiring(args, session))
+    wiring = _wiring(args)
+    bench = Workbench(
+        args.drafter or str(lab.drafter_path()), args.target or str(lab.target_path()), device=args.device,
+        dtype=args.dtype, prompts=args.prompts or "", prompt_count=args.count, max_new_tokens=args.max_new_tokens,
+        draft_steps=args.steps,
+    )  # fmt: skip
+    session = bench.session
+    found = diagnose.measure(session, wiring(session))
     if not args.json:
         got = found.extra["acceptance"]
         if got["rounds"]:
@@ -91,35 +88,29 @@ def measure(args: argparse.Namespace) -> int:
     return _finish(found, args.json)
 
 
-def _wiring(args: argparse.Namespace, session):
-    """`trained`, `served`, a lab fault's name, or a file that `lab plant` wrote."""
+def _wiring(args: argparse.Namespace) -> Callable:
+    """`trained`, `served`, a lab fault's name, or a file that `lab plant` wrote; applied once a session is open."""
     from .contract import Wiring
     from .engines import Engine, served
     from .lab.faults import FAULTS
 
     if args.wiring == "trained":
-        return session.trained
+        return lambda session: session.trained
     if args.wiring == "served":
         launch = _launch(args.launch)
-        release = Engine.load(launch.engine).resolve(args.engine)[0]
-        state = served(
-            session.checkpoint,
-            session.contract,
-            release,
-            target=session.target.info,
-            algorithm=launch.algorithm or "EAGLE3",
-        )
-        return state.wiring
+        release, algorithm = Engine.load(launch.engine).resolve(args.engine)[0], launch.algorithm or "EAGLE3"
+        return lambda s: served(s.checkpoint, s.contract, release, target=s.target.info, algorithm=algorithm).wiring
     if args.wiring in FAULTS:
-        return FAULTS[args.wiring].wiring(session.trained)
+        return lambda session: FAULTS[args.wiring].wiring(session.trained)
     try:
-        return Wiring.from_dict(json.loads(Path(args.wiring).read_text(encoding="utf-8")))
+        read = Wiring.from_dict(json.loads(Path(args.wiring).read_text(encoding="utf-8")))
     except OSError as error:
         raise KitError(
             f"--wiring {args.wiring}: {error.strerror}; use trained, served, a lab fault or a wiring.json."
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise KitError(f"{args.wiring} is no wiring ({error}); `lab plant` writes one.") from None
+    return lambda _: read
 
 
 def report(args: argparse.Namespace) -> int:
@@ -182,6 +173,8 @@ def bench(args: argparse.Namespace) -> int:
     from . import lab, server
     from .features import read_prompts
 
+    if min(args.clients, args.max_new_tokens) < 1 or args.count < 0:
+        raise KitError("--clients and --max-new-tokens must be at least 1, --count at least 0.")
     key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
     prompts = read_prompts(args.prompts or lab.PROMPTS, args.count)
     options = {"max_new_tokens": args.max_new_tokens, "clients": args.clients}

@@ -241,3 +241,10 @@ def test_measure_the_lab_in_json(capsys, lab_session):
         == 1
     )
     assert "M201" in capsys.readouterr().out
+
+
+def test_numbers_and_wirings_are_refused_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("kitlib.features.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
+    assert "nonsense" in refused(capsys, "measure", "--wiring", "nonsense")
+    assert "--clients" in refused(capsys, "bench", "--server", "http://127.0.0.1:1", "--clients", "0")
+    assert "--count" in refused(capsys, "bench", "--server", "http://127.0.0.1:1", "--count", "-1")

@@ -336,6 +336,8 @@ def test_nothing_is_overwritten_and_nothing_written_inside_the_source(tmp_path):
     ):
         with pytest.raises(KitError, match=says):
             convert(source, out)
+    with pytest.raises(KitError, match="lies inside the checkpoint"):  # the file alone is named, its folder is meant
+        convert(source / "model.safetensors", source / "out")
     assert sorted(os.listdir(tmp_path)) == ["dangling", "empty", "file", "in", "link"]
     assert sorted(os.listdir(source)) == ["config.json", "model.safetensors"]
     with pytest.raises(KitError, match=r"no config\.json"):
@@ -482,3 +484,17 @@ def test_the_drafters_own_embedding_is_a_warning_where_the_target_s_is_used(tmp_
 def test_conversion_imports_no_torch():
     code = "import sys, kitlib.convert; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_killed_conversion_leaves_nothing(tmp_path):
+    source = drafter(tmp_path / "in")
+    code = f"""
+import os, signal, sys
+from kitlib import convert, __main__
+real = convert._hashes
+convert._hashes = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1]
+sys.exit(__main__.main(["convert", {str(source)!r}, {str(tmp_path / "out")!r}, "--to", "sglang==0.5.9"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 143 and "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == ["in"]

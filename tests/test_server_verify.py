@@ -17,7 +17,7 @@ import pytest
 from verified import write_table
 
 from kitlib.paths import ROOT
-from kitlib.server import Launch, bench, compare, start
+from kitlib.server import Launch, bench, compare, noise_floor, start, text_findings, tie_gaps
 from kitlib.server.paired import differences
 
 pytestmark = [
@@ -40,13 +40,13 @@ def table():
     """Rows of the table, and the lines below it, by name; written when all of them are there."""
     lines: dict = {}
     yield lines
-    if set(lines) == {*ROWS, "load", "off"}:
+    if set(lines) == {*ROWS, "load", "off", "bf16"}:
         write_table(
             "server-exactness", "The server's acceptance is the replay's",
             "python -m pytest -m verify tests/test_server_verify.py",
             f"sglang 0.5.20 on the CPU engine, float32, greedy, {PROMPTS} prompts × {TOKENS} tokens, chains of 4. "
             "Histogram: rounds that accepted 0, 1, 2, 3, 4 drafts. Accept length: predicted / measured.",
-            HEADS, [lines[name] for name in ROWS], lines["off"] + "\n\n" + lines["load"],
+            HEADS, [lines[name] for name in ROWS], "\n\n".join(lines[name] for name in ("off", "load", "bf16")),
         )  # fmt: skip
 
 
@@ -58,10 +58,10 @@ def session(lab_session):
     return Session(lab_session.checkpoint, lab_session.contract, lab_session.target, texts, 4)
 
 
-def serve(folder: str, algorithm: str, lab_target: Path, logs: Path):
+def serve(folder: str, algorithm: str, lab_target: Path, logs: Path, dtype: str = "float32"):
     from kitlib.lab.story import planted
 
-    launch = Launch(lab_target, planted(folder), algorithm)
+    launch = Launch(lab_target, planted(folder), algorithm, dtype=dtype)
     return start(launch, logs, engine="cpu", interval_s=2.0, limit_s=600.0)
 
 
@@ -132,6 +132,22 @@ def test_without_speculation(table, session, healthy_run, lab_target, tmp_path):
     )
     assert told["texts_identical"] == PROMPTS and run.verified == 0
     assert not differences(run, [t.answer for t in session.texts])[0]
+
+
+def test_in_bfloat16_texts_part_at_near_ties_only(table, session, lab_target, tmp_path):
+    with serve("healthy", "EAGLE3", lab_target, tmp_path, "bfloat16") as server:
+        run = bench(server, ids(session.texts), max_new_tokens=TOKENS, clients=1)
+    with serve("healthy", "", lab_target, tmp_path, "bfloat16") as server:
+        plain = bench(server, ids(session.texts), max_new_tokens=TOKENS, clients=1)
+        gaps, noise = tie_gaps(server, run, plain), noise_floor(server, ids(session.texts))
+    (found,) = text_findings(run, plain, "bfloat16", gaps, noise)
+    shown = ", ".join(f"{g:.3f}" for g in sorted(gaps.values()))
+    table["bf16"] = (
+        f"In bfloat16, one client: {found.evidence[0].text}. Measured noise floor of a gap {noise:.3f}; "
+        f"gaps of the two best tokens where texts part: {shown or 'none'}."
+    )
+    assert not run.error and not plain.error and noise and 0 < noise < 1
+    assert found.status == "pass", found
 
 
 def test_no_orphan_after_sigkill_of_the_client(lab_target, tmp_path):

@@ -54,7 +54,8 @@ def convert(
         raise KitError(f"{out} exists and is never overwritten; name a new folder.")
     if not out.parent.is_dir():
         raise KitError(f"{out.parent} is no folder; make it first, or name another place.")
-    if checkpoint.path.is_dir() and out.resolve().is_relative_to(checkpoint.path.resolve()):
+    home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if out.resolve().is_relative_to(home.resolve()) and (checkpoint.path.is_dir() or (home / "config.json").exists()):
         raise KitError(f"{out} lies inside the checkpoint, which is never touched; name a folder outside {source}.")
     info = TargetInfo.of(target) if target else None
     plan = Plan.of(checkpoint, form, info)
