@@ -16,6 +16,7 @@ ALIASES = {  # other spellings of the same flag
     "speculative-draft-model": "speculative-draft-model-path",
     "speculative-algo": "speculative-algorithm",
     "speculative-draft": "speculative-draft-model-path",
+    "max-model-len": "context-length",  # vLLM
 }
 ENGINES = {
     "sglang.launch_server": "sglang",
@@ -126,8 +127,8 @@ def _vllm(raw: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise KitError("--speculative-config must be a JSON object.")
     out: dict[str, Any] = {}
-    if "method" in config:
-        out["speculative-algorithm"] = str(config["method"]).upper()
+    if method := str(config.get("method") or ("eagle3" if "eagle3" in str(config.get("model")).lower() else "")):
+        out["speculative-algorithm"] = method.upper()  # without a method vLLM goes by the path
     if "model" in config:
         out["speculative-draft-model-path"] = config["model"]
     if "num_speculative_tokens" in config:

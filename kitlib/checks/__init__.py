@@ -48,7 +48,7 @@ def check(
 ) -> Report:
     """Run every check for every release. Raises KitError only for unusable arguments, never for a sick drafter."""
     launch = launch or Launch()
-    engine = Engine.load(launch.engine)
+    engine = _engine(engines, launch)
     releases = list(dict.fromkeys(r for spec in engines for r in engine.resolve(spec)))
     subject = {
         "drafter": str(drafter),
@@ -66,7 +66,7 @@ def check(
     caveats: list[str] = []
     for release in releases:
         algorithm = launch.algorithm if launch.flags else "EAGLE3"
-        state = served(checkpoint, contract, release, target=info, algorithm=algorithm or "EAGLE3")
+        state = served(checkpoint, contract, release, target=info, algorithm=algorithm or "EAGLE3", engine=engine.name)
         case = Case(checkpoint, contract, info, launch, state)
         caveats += [state.caveat] if state.caveat else []
         due = [one for one in CHECKS if release == releases[0] or one not in ONCE]
@@ -74,6 +74,15 @@ def check(
     general = list(dict.fromkeys(_Hashable(f) for _, f in found if f.engine is None))
     merged = merge_engines(subject["engines"], [(r, f) for r, f in found if f.engine is not None])
     return Report(subject, tuple([h.finding for h in general] + merged), extra={"caveats": caveats} if caveats else {})
+
+
+def _engine(specs: tuple[str, ...], launch: Launch) -> Engine:
+    """The engine of the specifiers, else of the launch command; KitError where they name different ones."""
+    named = {n for spec in specs for n in ("sglang", "vllm") if spec.strip().startswith(n)}
+    named |= {launch.engine} if launch.flags else set()
+    if len(named) > 1:
+        raise KitError(f"{' and '.join(sorted(named))} are named together; check one engine at a time.")
+    return Engine.load(next(iter(named), launch.engine))
 
 
 class _Hashable:

@@ -99,7 +99,7 @@ def _unreachable(case: Case) -> tuple[int, int] | None:
     """The first served boundary that this target's class never hands out, and the last that it does."""
     if case.target is None:
         return None
-    reaches_end = any(case.target.architecture in r["classes"] for r in entries(case, "last_boundary"))
+    reaches_end = any({case.target.architecture, "*"} & {*r["classes"]} for r in entries(case, "last_boundary"))
     last = case.target.layers - (not reaches_end)
     beyond = [b for b in case.served.wiring.boundaries if not 0 <= b <= last]
     return (beyond[0], last) if beyond else None

@@ -19,7 +19,13 @@ def capture_hook(case: Case) -> Iterator[Finding]:
         yield Finding.of("K131", "nothing is captured; see K133", status="not-applicable", engine=case.engine)
         return
     name = case.target.architecture
-    rows = [r for r in entries(case, "hook") if name in r["classes"]]
+    kind = str(case.target.config.get("model_type", ""))
+    listed = [r for r in entries(case, "hook") if "types" in r and kind]
+    if listed and not any(part in kind for r in listed for part in r["types"]):
+        title = f"EAGLE3 refuses a target of type {kind} in this release; it takes {', '.join(listed[0]['types'])}"
+        yield Finding.of("K131", title, engine=case.engine, evidence=[Evidence("config", listed[0]["source"])])
+        return
+    rows = [r for r in entries(case, "hook") if name in r["classes"]] or listed
     if any(r["has"] for r in rows):
         yield Finding.of("K131", status="pass", engine=case.engine, evidence=[Evidence("config", rows[0]["source"])])
         return

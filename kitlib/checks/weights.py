@@ -110,7 +110,7 @@ def quantization(case: Case) -> Iterator[Finding]:
     target = case.target and case.target.config.get("quantization_config")
     method = target.get("quant_method", "?") if isinstance(target, dict) else ""
     evidence = [Evidence("flags", f"--quantization {flag or '(absent)'} · rule: {rule['source']}")]
-    if says or own or not (wanted or method):
+    if says or own or rule.get("inherits") == "no" or not (wanted or method):
         yield Finding.of("K107", status="pass", engine=case.engine, evidence=evidence)
         return
     fix = None
@@ -119,6 +119,10 @@ def quantization(case: Case) -> Iterator[Finding]:
     if wanted:
         title = f"--quantization {wanted} holds for the unquantized drafter as well"
         yield Finding.of("K107", title, engine=case.engine, evidence=evidence, fix=fix)
+        return
+    if rule.get("inherits") == "error":
+        title = f"the target is quantized ({method}), and this release builds the unquantized drafter the same way"
+        yield Finding.of("K107", title, engine=case.engine, evidence=evidence)
         return
     title = f"the target is quantized ({method}), the drafter is not, and no flag tells them apart"
     effect = "none while the flag stays absent and this target's class does not set it itself"

@@ -49,7 +49,7 @@ def target_pair(case: Case) -> Iterator[Finding]:
 def rope(case: Case) -> Iterator[Finding]:
     """K121: theta, type and scaling as written against those this release reads."""
     config, written = case.checkpoint.config, case.contract.rope
-    if "transformer_layer_config" in config:
+    if "transformer_layer_config" in config and case.served.refused:
         title = "this release does not read this config; see K120"
         yield Finding.of("K121", title, status="not-run", engine=case.engine)
         return
@@ -58,8 +58,9 @@ def rope(case: Case) -> Iterator[Finding]:
         return
     rule = entries(case, "rope")[0]
     theta = next((v for p in rule["theta"] if (v := lookup(config, p)) is not None), None)
-    scaling = next((v for p in rule["scaling"] if isinstance(v := config.get(p), Mapping)), None)
-    read = {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": config.get("partial_rotary_factor")}
+    inner = config.get("transformer_layer_config", config)
+    scaling = next((v for p in rule["scaling"] if isinstance(v := inner.get(p), Mapping)), None)
+    read = {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": inner.get("partial_rotary_factor")}
     served, _ = read_rope(read)
     evidence = [Evidence("config", f"written {_rope(written)} · read {_rope(served)} · rule: {rule['source']}")]
     parts = [n for n in ("theta", "type", "scaling") if getattr(written, n) != getattr(served, n)]
@@ -89,10 +90,11 @@ def context_length(case: Case) -> Iterator[Finding]:
     source = "--context-length" if asked else "the target's max_position_embeddings"
     stated = "" if case.contract.max_positions else " (the default; the config states none)"
     evidence = [Evidence("flags" if asked else "config", f"served {served} ({source}) · drafter {own}{stated}")]
-    if own >= served:
+    rule = entries(case, "context")[0]["longer"]
+    if own >= served or rule == "raised":
         yield Finding.of("K122", status="pass", engine=case.engine, evidence=evidence)
         return
-    refused = entries(case, "context")[0]["longer"] == "refused"
+    refused = rule == "refused"
     refused = refused and str(case.launch.env.get(CONTEXT_ENV, "")).lower() not in ("1", "true", "yes", "on", "y")
     then = "this release refuses to start" if refused else "this release runs it beyond them"
     fix = Fix("serve a context that the drafter was trained for", f"--context-length {own}")

@@ -155,36 +155,51 @@ def served(
             f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here."
         )
     trained = contract.trained(target or _shallow(contract))
-    places = {r["name"]: r["places"] for r in loaded.entries("flag", known)}
-    flags = {
-        f: any(lookup(checkpoint.config, p) for p in places.get(f, ()))
-        for f in ("norm_before_fc", "fc_norm", "norm_output")
-    }
-    output = flags.pop("norm_output")
+    flags = _flags(checkpoint.config, loaded.entries("flag", known))
+    output, residual = flags.pop("norm_output"), flags.pop("norm_before_residual")
     switch = lookup(checkpoint.config, rows["capture"]["switch"])
     off = "algorithm" if not rule["capture"] else "config" if switch is False else ""
+    head = rows["head"]
     own_embed = contract.target_hidden != contract.hidden
+    own_embed |= head["embedding"] == "own" and "embed_tokens.weight" in contract.has
+    borrows = rule["head"] == "target" or (contract.draft_vocab == contract.vocab and _borrowed(head, contract))
     captured = _captured(checkpoint, rows["capture"], loaded.entries("id_rule", known), target)
     wiring = trained.but(
         boundaries=captured or trained.boundaries,
         capture="final" if off else "boundaries",
         fc=(contract.target_hidden if off else contract.aux_states * contract.target_hidden) != contract.hidden,
-        residual="hidden",
+        residual="normed" if residual else "hidden",
         feedback="post-norm" if output else "pre-norm",
         later_norm=rows["later_norm"]["norm"] if contract.layers > 1 else trained.later_norm,
-        embed_source="own" if own_embed else rows["head"]["embedding"],
-        head_source="target" if rule["head"] == "target" else "embedding" if contract.tie else "own",
+        embed_source="own" if own_embed else "target",
+        head_source="target" if borrows else "embedding" if contract.tie else "own",
         d2t="offset" if rule["d2t"] and "d2t" in contract.has else "identity",
-        logit_cut=rule["cut"] or (contract.tie and rule["head"] != "target"),
+        logit_cut=rule["cut"] or (contract.tie and not borrows),
         **flags,
     )
     built = _built(checkpoint, contract, wiring.but(later_norm=rows["later_norm"]["norm"]), rows["loader"])
     fates, arrived = _fates(checkpoint, wiring, rows["loader"], built)
     missing = tuple(n for n, runs in built.items() if runs and n not in arrived)
-    refused = _refusal(checkpoint, contract, fates, rows)
+    refused = rule.get("refused") or _refusal(checkpoint, contract, fates, rows)
     sources = tuple(r["source"] for r in (*rows.values(), rule) if r)
     final = wiring.but(dropped=missing)
     return Served(f"{engine}=={release}", final, fates, missing, refused, off, caveat, sources)
+
+
+def _flags(config: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str, bool]:
+    """Fields of the config that change the forward pass, as far as this release reads them."""
+    form = "nested" if "transformer_layer_config" in config else "flat"
+    told = dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"), False)
+    for row in rows:
+        if row.get("form", form) == form:
+            said = [v for p in row["places"] if (v := lookup(config, p)) is not None]
+            told[row["name"]] = any(said) if said else form == "nested" and row.get("nested_default", False)
+    return told
+
+
+def _borrowed(head: Mapping[str, Any], contract: Contract) -> bool:
+    """Whether a head of the target's own shape is the target's in this release."""
+    return head.get("shared", False) or (head["absent"] == "target" and "lm_head.weight" not in contract.has)
 
 
 def _shallow(contract: Contract) -> TargetInfo | None:
@@ -198,7 +213,8 @@ def _captured(
     checkpoint: Checkpoint, row: Mapping[str, Any], id_rules: list[Mapping[str, Any]], target: TargetInfo | None
 ) -> tuple[int, ...] | None:
     """Boundaries the engine captures: explicit ids where it reads them, else its default for this depth."""
-    ids = lookup(checkpoint.config, row["ids"])
+    places = [row["ids"]] if isinstance(row["ids"], str) else row["ids"]
+    ids = next((v for p in places if (v := lookup(checkpoint.config, p)) is not None), None)
     explicit = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
     if not explicit and not target:
         return None
@@ -229,7 +245,7 @@ def _built(checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapp
         names.remove("lm_head.weight")
     built = {n: n in runs for n in names}
     built = {f"layers.{i}.input_layernorm.weight": False for i in range(1, layers)} | built  # later ones never run
-    if row["fc_bias"] == "always" or config.get("bias"):
+    if row["fc_bias"] == "always" or (row["fc_bias"] == "config" and config.get("bias")):
         built["fc.bias"] = wiring.fc
     if config.get("bias") or config.get("attention_bias"):
         built |= {f"layers.{i}.self_attn.o_proj.bias": True for i in range(layers)}
@@ -255,6 +271,7 @@ def _fates(
         if into is None:
             stacked = any(part in name for part in STACKED)
             fate = row["unknown_stacked" if stacked else "unknown"]
+            fate = "silent" if any(part in name for part in row.get("silent", ())) else fate
             fates.append(Fate(name, "refused" if fate == "error" else "dropped"))
             continue
         canonical = parameters[into]
@@ -284,15 +301,18 @@ def _refusal(checkpoint: Checkpoint, contract: Contract, fates: tuple[Fate, ...]
         return (
             "config.json nests the layer's sizes under transformer_layer_config (speculators), which it does not read"
         )
-    if contract.architecture not in rows["config"]["architectures"]:
+    nested = "transformer_layer_config" in config  # then the engine chooses the class
+    if not nested and contract.architecture not in rows["config"]["architectures"]:
         known = ", ".join(rows["config"]["architectures"])
         return f"the architecture {contract.architecture or '(none)'} is not registered; the drafter class is {known}"
     if rows["loader"]["layers"] == "one" and (layers := _layers(config, contract)) != 1:
         return f"its config asks for {layers} layers, this release builds exactly one"
-    if "draft_vocab_size" not in config:
+    if "draft_vocab_size" not in config and rows["config"].get("draft_vocab") != "optional":
         return "config.json has no draft_vocab_size, which the drafter class reads"
     if rows["d2t"]["absent"] == "error" and "d2t" not in contract.has:
         return "there is no d2t, and this release reads it without asking"
+    if rows["d2t"].get("full") == "error" and "d2t" in contract.has and contract.draft_vocab == contract.vocab:
+        return "it has a d2t although its vocabulary is not reduced, and this release has no parameter for it then"
     if hit := next((f for f in fates if f.status == "refused"), None):
-        return f"the name {hit.name} raises KeyError in this release's loader"
+        return f"the name {hit.name} raises an error in this release's loader"
     return ""
