@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     weights.quantization,
     files.vocab_map,
     files.shared_weights,
+    files.untrained_embedding,
     wiring.target_pair,
     flags.config_schema,
     wiring.rope,

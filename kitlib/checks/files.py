@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
+from ..checkpoint import INDEX, Checkpoint
+from ..checkpoint.headers import read_json
 from ..contract import parameter_shapes
-from ..findings import Evidence, Finding, Fix
+from ..contract.dialects import number
+from ..findings import Evidence, Finding, Fix, KitError
 from .case import Case, convert_command, trained
-from .weights import unused
+from .weights import drawn, unused
 
 
 def readable(case: Case) -> Iterator[Finding]:
@@ -121,7 +125,7 @@ def vocab_map(case: Case) -> Iterator[Finding]:
 
 
 def shared_weights(case: Case) -> Iterator[Finding]:
-    """K111: a trained head beside a flag that makes the engine use the embedding instead."""
+    """K111: a trained embedding or head in whose place the engine uses another one."""
     if case.contract.tie and "lm_head.weight" in case.contract.has:
         yield Finding.of(
             "K111",
@@ -129,8 +133,60 @@ def shared_weights(case: Case) -> Iterator[Finding]:
             engine=case.engine,
             evidence=[Evidence("config", f"tie_word_embeddings: true ({case.contract.sources.get('tie')})")],
         )
-    else:
-        yield Finding.of("K111", status="pass", engine=case.engine)
+        return
+    taken = [f for f in case.served.of("overwritten") if _plain(case, f.name)]
+    for fate in taken:
+        what = "embedding" if case.checkpoint.canonical(fate.name) == "embed_tokens.weight" else "head"
+        there = _of_target(case, fate.name) if case.target and case.target.path else None
+        if there is None:
+            continue  # frozen copies are common, and without the target's weights nobody can tell
+        apart = float(np.abs(_middle(case.checkpoint, fate.name) - there).max()) / (float(np.abs(there).max()) or 1)
+        if apart > 0.02:
+            title = f"the drafter's own {what} is not the target's, and this release uses the target's"
+            evidence = [Evidence("tensor", f"{fate.name}: rows differ by up to {apart:.0%} of the largest value")]
+            yield Finding.of("K111", title, engine=case.engine, evidence=evidence, fix=Fix("train with it frozen"))
+            return
+    yield Finding.of("K111", status="pass", engine=case.engine)
+
+
+def untrained_embedding(case: Case) -> Iterator[Finding]:
+    """K105 for an own embedding that this engine would use: drawn at random when the file was written."""
+    if case.served.wiring.embed_source != "own":
+        return
+    for name in case.checkpoint.tensors:
+        if case.checkpoint.canonical(name) == "embed_tokens.weight" and _plain(case, name):
+            spread = number(case.checkpoint.config.get("initializer_range")) or 0.02
+            if drawn(case.checkpoint.sample(name).astype(np.float64), spread):
+                title = f"{name} is as initialised, N(0, {spread:g}), and this release uses it and not the target's"
+                fix = Fix("leave the embedding out of the file, so that the target's is used")
+                yield Finding.of("K105", title, engine=case.engine, evidence=[Evidence("tensor", title)], fix=fix)
+
+
+def _plain(case: Case, name: str) -> bool:
+    info = case.checkpoint.tensors[name]
+    return info.dtype in ("F16", "BF16", "F32") and len(info.shape) == 2 and info.shape[0] > 0
+
+
+def _middle(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """Four rows of a matrix."""
+    at = checkpoint.tensors[name].shape[0] // 2
+    return checkpoint.read(name, slice(at, at + 4)).astype(np.float32)
+
+
+def _of_target(case: Case, name: str) -> np.ndarray | None:
+    """The same rows of the target's embedding or head; None where its weights are not here or do not compare."""
+    head = case.checkpoint.canonical(name) == "lm_head.weight" and not case.target.tie
+    part = "lm_head.weight" if head else "embed_tokens.weight"
+    folder = Path(case.target.path) if Path(case.target.path).is_dir() else Path(case.target.path).parent
+    try:
+        listed = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else {}
+        file = next((f for n, f in listed.items() if n.endswith(part)), "model.safetensors")
+        weights = Checkpoint.open(folder / Path(file).name)
+        found = next(n for n in weights.tensors if n.endswith(part))
+        same = tuple(weights.tensors[found].shape) == tuple(case.checkpoint.tensors[name].shape)
+        return _middle(weights, found) if same else None
+    except (KitError, OSError, StopIteration, AttributeError, TypeError):
+        return None
 
 
 def _needed(case: Case, name: str) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from ..findings import Evidence, Finding, Fix
 from .case import Case, convert_command, entries
 
+DEFAULT = "safeailab"  # what a flat config without a trainer's marks is taken for
+
 
 def config_schema(case: Case) -> Iterator[Finding]:
     """K120: would this release start with this config at all?"""
@@ -60,6 +62,12 @@ def aux_layers(case: Case) -> Iterator[Finding]:
         usual, hooked = [2, n // 2, n - 3], [3, n // 2 + 1, n - 2]
         title = f"the boundaries are not stored; they are {usual} or, by this trainer's own data generation, {hooked}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning")
+    elif case.contract.ids is None and case.checkpoint.dialect == "layers.0" and case.contract.dialect.name == DEFAULT:
+        title = (
+            f"no layer ids are stored, though trainers that name tensors layers.0 store them; {list(served_at)} assumed"
+        )
+        fix = Fix("write the ids that the trainer used into config.json")
+        yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning", fix=fix)
     elif deep := _unreachable(case):
         n = case.target.layers
         title = f"boundary {deep[0]} is never captured: the target has {n} layers, its last reachable one is {deep[1]}"

@@ -21,6 +21,7 @@ def capture_hook(case: Case) -> Iterator[Finding]:
     name = case.target.architecture
     kind = str(case.target.config.get("model_type", ""))
     listed = [r for r in entries(case, "hook") if "types" in r and kind]
+    listed = listed if not case.served.caveat else []  # lists grew from release to release
     if listed and not any(part in kind for r in listed for part in r["types"]):
         title = f"EAGLE3 refuses a target of type {kind} in this release; it takes {', '.join(listed[0]['types'])}"
         yield Finding.of("K131", title, engine=case.engine, evidence=[Evidence("config", listed[0]["source"])])

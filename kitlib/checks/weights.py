@@ -140,8 +140,18 @@ def _as_initialised(tensors: dict[str, np.ndarray], spread: float) -> bool:
     matrices = [v for n, v in tensors.items() if n.endswith("_proj.weight")]
     if len(matrices) < MATRICES or not norms or not all((v == 1).all() for v in norms):
         return False
-    for values in matrices:
-        error = 4 / np.sqrt(2 * values.size) + 0.005  # four standard errors, and bf16's rounding
-        if abs(float(values.std()) / spread - 1) > error or abs(float(values.mean())) > 4 * spread / values.size**0.5:
-            return False
-    return True
+    return all(_moments(values, spread) for values in matrices)
+
+
+def _moments(values: np.ndarray, spread: float) -> bool:
+    """Mean and deviation of N(0, spread) within four standard errors, and bf16's rounding."""
+    error = 4 / np.sqrt(2 * values.size) + 0.005
+    return abs(float(values.std()) / spread - 1) < error and abs(float(values.mean())) < 4 * spread / values.size**0.5
+
+
+def drawn(values: np.ndarray, spread: float) -> bool:
+    """Whether values look drawn from N(0, spread), its fourth moment included: one matrix can tell, if it has many."""
+    if values.size < 500 or not _moments(values, spread):
+        return False
+    fourth = float((values**4).mean()) / spread**4
+    return abs(fourth - 3) < 4 * (96 / values.size) ** 0.5 + 0.1
