@@ -89,6 +89,9 @@ def _check(one: Parser) -> None:
     add("--target", metavar="DIR_OR_CONFIG", help="the target's folder or config.json")
     add("--engine", action="append", metavar="SPEC", help="sglang==0.5.9, sglang>=0.5.6,<=0.5.11, or all; repeatable")
     add("--launch", metavar="COMMAND", help="the server's command line, as one quoted string, or @FILE")
+    add("--server", metavar="URL", help="a running SGLang server: its own flags are checked in place of --launch")
+    add("--log", metavar="FILE", help="a server's log: its flags, where --launch is absent, and what it says of drafts")
+    add("--train-metrics", metavar="FILE", help="the trainer's metrics (JSON, JSON lines or log): what they promise")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 

@@ -8,10 +8,16 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import findings
-from .findings import KitError, Report
+from .findings import Finding, KitError, Report
+
+if TYPE_CHECKING:
+    from .launch import Launch
+    from .logs import Log
 
 
 def _finish(report: Report, as_json: bool) -> int:
@@ -44,20 +50,66 @@ def check(args: argparse.Namespace) -> int:
     """Pre-flight; a survey over `all` releases ends in 0."""
     from . import checks
 
-    launch = _launch(args.launch)
+    launch, engines, more = _said(args)
     drafter = args.drafter or launch.drafter
     if not drafter:
         raise KitError(
             "No drafter was named; give its folder, or a --launch command with --speculative-draft-model-path."
         )
     target = args.target or (launch.target if os.path.isfile(os.path.join(launch.target, "config.json")) else None)
-    found = checks.check(drafter, target=target, engines=tuple(args.engine or [""]), launch=launch)
+    found = checks.check(drafter, target=target, engines=engines, launch=launch)
+    found = replace(found, findings=(*found.findings, *more))
     if unreadable := next((f for f in found.errors if f.code == "K101"), None):
         if args.json:
             print(found.to_json())
         raise KitError(unreadable.title)
     code = _finish(found, args.json)
     return 0 if "all" in (args.engine or ()) else code
+
+
+def _said(args: argparse.Namespace) -> tuple[Launch, tuple[str, ...], list[Finding]]:
+    """What --launch, --server, --log and --train-metrics tell: the flags, the release, and findings of their own."""
+    from .launch import Launch
+
+    launch, engines, found = _launch(args.launch), tuple(args.engine or ()), []
+    if args.server:
+        from .server import attach
+
+        told = attach(args.server).raw_info()
+        launch = launch if args.launch else Launch.of_arguments(told)
+        engines = engines or ((f"sglang=={told['version']}",) if told.get("version") else ())
+    if args.log:
+        from .logs import Log
+
+        try:
+            log = Log.parse(Path(args.log).read_bytes())
+        except OSError as error:
+            raise KitError(f"Cannot read the log {args.log}: {error.strerror}.") from None
+        launch = launch if launch.flags else Launch.of_arguments(log.flags)
+        found += _of_log(log)
+    if args.train_metrics:
+        from .training import read_training
+
+        trained = read_training(args.train_metrics)
+        steps = launch.number("speculative-num-steps") or len(trained.values)
+        promised = f"training promises accept length {trained.expected(steps):.2f} in chains of {steps} steps"
+        values = {"expected": trained.expected(steps), "conditional": trained.conditional, "formula": trained.formula}
+        text = f"{trained.trainer}: {trained.kind} accuracies, {trained.formula}; {trained.leaves_out}"
+        evidence = [findings.Evidence("training", text, values)]
+        found.append(Finding.of("M203", f"{promised}; nothing was measured", status="not-run", evidence=evidence))
+    return launch, engines or ("",), found
+
+
+def _of_log(log: Log) -> list[Finding]:
+    """M201 where decode lines say that nothing was accepted; without controls nothing else is judged."""
+    lengths = [row["accept_len"] for row in log.rows if row["accept_len"] is not None]
+    if not lengths:
+        return [Finding.of("M201", "the log holds no decode line with an accept length", status="not-run")]
+    text = f"{len(lengths)} decode lines, accept len {min(lengths):.2f} to {max(lengths):.2f}"
+    evidence = [findings.Evidence("log", text, {"lines": len(lengths), "most": max(lengths)})]
+    if max(lengths) <= 1.0:
+        return [Finding.of("M201", "the log says accept len 1.00 throughout: nothing was accepted", evidence=evidence)]
+    return [Finding.of("M201", "only controls can judge the log's accept length", status="not-run", evidence=evidence)]
 
 
 def measure(args: argparse.Namespace) -> int:

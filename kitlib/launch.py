@@ -37,6 +37,13 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
     text: str = ""
 
+    @classmethod
+    def of_arguments(cls, told: Mapping[str, Any]) -> Launch:
+        """From SGLang's own arguments, as its log or /server_info tells them; what is unset is absent."""
+        plain = {k.replace("_", "-"): v for k, v in told.items() if isinstance(v, (str, int, float)) and v is not False}
+        plain = {k: "…" if _SECRET.search(k) and not _HARMLESS.search(k) else v for k, v in plain.items() if v != ""}
+        return cls("sglang", plain)
+
     @property
     def algorithm(self) -> str:
         """The speculative algorithm in SGLang's spelling; "" when speculation is off."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .contract import Wiring
 from .engines import accept_rate
-from .findings import KitError
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
@@ -75,18 +72,6 @@ def log_rows(measured: Mapping[str, Acceptance], releases: Iterable[str]) -> lis
         {"wiring": "nothing accepted", "accept len": "1.00", **shown},
         {"wiring": "formula", "accept len": "(a+v)/v", **formulas},
     ]
-
-
-def training_metrics(folder: Path) -> tuple[float, ...]:
-    """Conditional accuracies by draft step from `metrics.json` beside a drafter; empty where there is none."""
-    file = folder / "metrics.json"
-    if not file.exists():
-        return ()
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        return tuple(float(x) for x in raw.get("served_conditional") or raw["conditional"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KitError(f"{file} holds no list `conditional` of accuracies by draft step ({error!r}).") from None
 
 
 def training_rows(expected: Iterable[float], predicted: float | None, measured: Acceptance) -> list[dict[str, Any]]:

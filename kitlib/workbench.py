@@ -23,7 +23,8 @@ from .findings import Evidence, Finding, Fix, KitError, Report
 from .lab.story import RELEASE, Stage, stages
 from .launch import parse
 from .paths import ROOT, cache
-from .rows import accept_row, log_rows, training_metrics, training_rows
+from .rows import accept_row, log_rows, training_rows
+from .training import read_training
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
@@ -152,7 +153,8 @@ class Workbench:
     @cached_property
     def expected(self) -> tuple[float, ...]:
         """Conditional accuracies from training, where a `metrics.json` lies beside the drafter."""
-        return training_metrics(lab.drafter_path() if self.is_lab else self.last.drafter)[: self.draft_steps]
+        file = Path(lab.drafter_path() if self.is_lab else self.last.drafter) / "metrics.json"
+        return read_training(file).conditional[: self.draft_steps] if file.is_file() else ()
 
     @property
     def expected_length(self) -> float | None:

@@ -443,3 +443,9 @@ def test_check_imports_no_torch(bench):
     code += f"check({str(folder)!r}, target={str(bench.target)!r}, engines=('all',))\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.verify
+def test_a_drafter_of_kimi_k2_5s_size_is_checked_in_a_second():
+    script = Path(__file__).parent / "bench" / "check_speed.py"
+    assert subprocess.run([sys.executable, str(script)]).returncode == 0, "see data/verified/check-speed.md"

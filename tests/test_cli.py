@@ -248,3 +248,38 @@ def test_numbers_and_wirings_are_refused_before_anything_is_loaded(capsys, monke
     assert "nonsense" in refused(capsys, "measure", "--wiring", "nonsense")
     assert "--clients" in refused(capsys, "bench", "--server", "http://127.0.0.1:1", "--clients", "0")
     assert "--count" in refused(capsys, "bench", "--server", "http://127.0.0.1:1", "--count", "-1")
+
+
+def test_check_reads_flags_and_release_from_a_log_and_metrics_from_training(drafter, tmp_path, capsys):
+    log, metrics = tmp_path / "server.log", tmp_path / "metrics.json"
+    line = "Decode batch, #running-req: 1, #token: 90, token usage: 0.01, accept len: 1.00, accept rate: 0.20,"
+    flags = {"model_path": "t", "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(drafter)}
+    flags |= {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5, "tp_size": 1}
+    said = f"server_args=ServerArgs({', '.join(f'{k}={v!r}' for k, v in flags.items())}, api_key=None)"
+    log.write_text(
+        "\n".join(
+            [f"[2026-01-01 10:00:00] {said}", *[f"[2026-01-01 10:00:01] {line} gen throughput (token/s): 25.0"] * 3]
+        )
+    )
+    metrics.write_text(json.dumps({"full_acc_0": 0.745}))
+    assert (
+        main(["check", "--log", str(log), "--train-metrics", str(metrics), "--engine", "sglang==0.5.9", "--json"]) == 1
+    )
+    found = {f["slug"]: f for f in json.loads(capsys.readouterr().out)["findings"] if f["status"] != "pass"}
+    assert found["algorithm-flag"]["status"] == "fail" and "EAGLE" in found["algorithm-flag"]["title"]
+    assert found["fc-bypassed"]["status"] == "fail"
+    assert found["accept-length-floor"]["evidence"][0]["values"] == {"lines": 3, "most": 1.0}
+    assert "1.75" in found["below-training"]["title"] and found["below-training"]["status"] == "not-run"
+
+
+def test_check_asks_a_running_server_for_its_flags(drafter, capsys):
+    from misbehaving import INFO, serving
+
+    told = INFO | {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(drafter), "version": "0.5.9"}
+    with serving(lambda _, path, body: (200, json.dumps(told).encode())) as (url, _):
+        assert main(["check", "--server", url, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["subject"]["engines"] == ["sglang==0.5.9"]
+    assert "algorithm-flag" in {f["slug"] for f in report["findings"] if f["status"] == "fail"}
+    assert "the last saw refused" in refused(capsys, "check", drafter, "--server", "http://127.0.0.1:9")
+    assert "Cannot read the log" in refused(capsys, "check", drafter, "--log", "/nowhere/x.log")
