@@ -57,6 +57,7 @@ def _parser() -> Parser:
     _probe(_command(groups, "probe", "ask a release's own loader, in a subprocess: every key's fate, whether fc ran"))
     _convert(_command(groups, "convert", "write a new checkpoint that means the same to an engine; verified"))
     _measure(_command(groups, "measure", "exact acceptance offline; without arguments, of the built-in lab"))
+    _search(_command(groups, "search", "which wiring explains what an engine accepted, by replay"))
     _serve(_command(groups, "serve", "start SGLang on a GPU, or on the CPU engine, and wait with a timeline"))
     _bench(_command(groups, "bench", "acceptance and speed of a running server, with and without speculation"))
     _report(_command(groups, "report", "all notebooks through papermill: HTML pages, index.html, findings.json"))
@@ -118,18 +119,32 @@ def _convert(one: Parser) -> None:
 
 def _measure(one: Parser) -> None:
     add = one.add_argument
-    add("drafter", nargs="?", metavar="DRAFTER", help="a drafter's folder; empty takes the lab's")
-    add("--target", metavar="DIR", help="the target's folder or hub id; empty takes the lab's")
+    _replayed(one)
     add("--wiring", default="trained", metavar="W", help="trained, served, the name of a lab fault, or a wiring.json")
     add("--engine", default="", metavar="SPEC", help="the release whose wiring `served` means")
     add("--launch", metavar="COMMAND", help="the server's command line, for `served`")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _search(one: Parser) -> None:
+    add = one.add_argument
+    _replayed(one)
+    text = "what was accepted: the JSON of `bench`, or rounds, a histogram, or accepted and verified"
+    add("--observed", required=True, metavar="JSON", help=text)
+    add("--singles", action="store_true", help="single switches only, no pairs")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _replayed(one: Parser) -> None:
+    add = one.add_argument
+    add("drafter", nargs="?", metavar="DRAFTER", help="a drafter's folder; empty takes the lab's")
+    add("--target", metavar="DIR", help="the target's folder or hub id; empty takes the lab's")
     add("--prompts", metavar="JSONL", help="prompts or chat messages, one a line; empty takes the lab's held-out ones")
     add("--count", type=int, default=0, metavar="N", help="only the first N prompts")
     add("--max-new-tokens", type=int, default=64, metavar="N")
     add("--steps", type=int, default=4, metavar="S", help="draft steps of a round")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16; exact comparisons hold in float32")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def _serve(one: Parser) -> None:

@@ -16,6 +16,7 @@ from . import findings
 from .findings import Finding, KitError, Report
 
 if TYPE_CHECKING:
+    from .diagnose import Session
     from .launch import Launch
     from .logs import Log
 
@@ -114,22 +115,10 @@ def _of_log(log: Log) -> list[Finding]:
 
 def measure(args: argparse.Namespace) -> int:
     """Exact acceptance offline."""
-    from . import diagnose, lab
-    from .workbench import Workbench
+    from . import diagnose
 
-    if args.steps < 1 or args.max_new_tokens < 1 or args.count < 0:
-        raise KitError("--steps and --max-new-tokens must be at least 1, --count at least 0.")
-    if args.target and args.target.startswith(("/", ".", "~")) and not os.path.exists(args.target):
-        raise KitError(f"There is nothing at {args.target}; give the target's folder.")
-    if bool(args.drafter) != bool(args.target):
-        raise KitError("Name both a drafter and its --target, or neither for the lab.")
     wiring = _wiring(args)
-    bench = Workbench(
-        args.drafter or str(lab.drafter_path()), args.target or str(lab.target_path()), device=args.device,
-        dtype=args.dtype, prompts=args.prompts or "", prompt_count=args.count, max_new_tokens=args.max_new_tokens,
-        draft_steps=args.steps,
-    )  # fmt: skip
-    session = bench.session
+    session = _session(args)
     found = diagnose.measure(session, wiring(session))
     if not args.json:
         got = found.extra["acceptance"]
@@ -138,6 +127,43 @@ def measure(args: argparse.Namespace) -> int:
             print(f"accept length {got['accept_length']:.3f} ({low:.2f}-{high:.2f}); {got['definition']}")
         print(f"{got['accepted']} accepted draft tokens in {got['rounds']} rounds · histogram {got.get('histogram')}")
     return _finish(found, args.json)
+
+
+def search(args: argparse.Namespace) -> int:
+    """Which wiring explains what an engine accepted."""
+    from . import search as searching
+
+    observed = searching.Observed.read(args.observed)
+    session = _session(args)
+    found = searching.search(session, observed, pairs=not args.singles)
+    rows = found.rows()
+    if not args.json:
+        from .show import table
+
+        kind = "rounds by prompt" if observed.rounds else "a histogram" if observed.histogram else "totals"
+        print(table(rows, caption=f"What explains {kind}; marked: cannot be told from the best").text)
+    extra = {"search": {"rows": rows, "alike": list(found.alike), "exact": found.exact}}
+    subject = {"drafter": str(session.checkpoint.path), "target": session.target.info.path, "engines": []}
+    return _finish(Report(subject, tuple(searching.search_findings(found)), extra=extra), args.json)
+
+
+def _session(args: argparse.Namespace) -> Session:
+    """The session that the arguments of `measure` and `search` describe; bad ones are refused first."""
+    from . import lab
+    from .workbench import Workbench
+
+    if args.steps < 1 or args.max_new_tokens < 1 or args.count < 0:
+        raise KitError("--steps and --max-new-tokens must be at least 1, --count at least 0.")
+    if args.target and args.target.startswith(("/", ".", "~")) and not os.path.exists(args.target):
+        raise KitError(f"There is nothing at {args.target}; give the target's folder.")
+    if bool(args.drafter) != bool(args.target):
+        raise KitError("Name both a drafter and its --target, or neither for the lab.")
+    bench = Workbench(
+        args.drafter or str(lab.drafter_path()), args.target or str(lab.target_path()), device=args.device,
+        dtype=args.dtype, prompts=args.prompts or "", prompt_count=args.count, max_new_tokens=args.max_new_tokens,
+        draft_steps=args.steps,
+    )  # fmt: skip
+    return bench.session
 
 
 def _wiring(args: argparse.Namespace) -> Callable:

@@ -38,6 +38,7 @@ def refused(capsys, *argv) -> str:
         ["probe"],
         ["convert"],
         ["measure"],
+        ["search"],
         ["serve"],
         ["bench"],
         ["report"],

@@ -21,15 +21,12 @@ from ..checkpoint import Checkpoint
 from ..contract import Contract, Wiring
 from ..drafter import fill_value
 from ..findings import KitError, write_atomic
+from ..search import MATRICES, NORMS, SWITCHES
 from . import drafter_path
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 LAYER = "midlayer."
-MATRICES = tuple(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo") + tuple(
-    f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
-)
-NORMS = tuple(f"layers.0.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
 
 
 @dataclass(frozen=True)
@@ -90,34 +87,13 @@ def _no_capture(_tensors: Tensors, config: Config) -> None:
     config["eagle_config"]["use_aux_hidden_state"] = False
 
 
-def _shift(wiring: Wiring, by: int) -> Wiring:
-    return wiring.but(boundaries=tuple(b + by for b in wiring.boundaries))
-
-
-def _theta(wiring: Wiring) -> Wiring:
-    return wiring.but(rope=type(wiring.rope)(10_000.0))
-
-
 WIRINGS: dict[str, Callable[[Wiring], Wiring]] = {
+    **SWITCHES,
     "healthy": lambda w: w,
-    "layers0-flat": lambda w: w.but(dropped=MATRICES + NORMS),
-    "wrong-prefix": lambda w: w.but(dropped=MATRICES + NORMS),
-    "layer-dropped": lambda w: w.but(dropped=MATRICES + NORMS),
-    "fc-dropped": lambda w: w.but(dropped=("fc.weight",)),
-    "head-dropped": lambda w: w.but(dropped=("lm_head.weight",)),
-    "fc-bypass-config": lambda w: w.but(capture="final", fc=False),
-    "fc-bypass-eagle": lambda w: w.but(capture="final", fc=False, head_source="target", d2t="identity", logit_cut=True),
-    "block-order": lambda w: w.but(boundaries=w.boundaries[::-1]),
-    "ids-minus-one": lambda w: _shift(w, -1),
-    "ids-plus-one": lambda w: _shift(w, 1),
-    "d2t-absolute": lambda w: w.but(d2t="doubled"),
-    "d2t-absent": lambda w: w.but(d2t="identity"),
-    "tied-head": lambda w: w.but(head_source="embedding", logit_cut=True),
-    "residual-normed": lambda w: w.but(residual="normed"),
-    "feedback-post-norm": lambda w: w.but(feedback="post-norm"),
-    "features-normed": lambda w: w.but(capture="normed"),
-    "rope-theta": _theta,
-    "token-not-shifted": lambda w: w.but(token_shift=0),
+    "layers0-flat": SWITCHES["layer-dropped"],
+    "wrong-prefix": SWITCHES["layer-dropped"],
+    "residual-normed": SWITCHES["residual-other"],
+    "feedback-post-norm": SWITCHES["feedback-other"],
 }
 CHANGES: dict[str, Callable[[Tensors, Config], None]] = {
     "layers0-flat": _flat,

@@ -1,0 +1,82 @@
+"""Wiring search: every single switch is found again from what it accepts, two together as well, and weaker evidence
+gives a set that holds the truth."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import VOCAB, contract_of, write_drafter
+
+from kitlib.acceptance import Acceptance
+from kitlib.contract import TargetInfo
+from kitlib.diagnose import Session
+from kitlib.features import Target
+from kitlib.findings import KitError
+from kitlib.search import SWITCHES, Observed, candidates, search, search_findings
+
+
+@pytest.fixture(scope="module")
+def session(tiny_target, tmp_path_factory):
+    """A random pair whose small vocabulary lets drafts be accepted now and then: 8 prompts × 40 tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    target = Target(model, None, TargetInfo.of(tiny_target))
+    folder = write_drafter(tmp_path_factory.mktemp("search") / "d", rope_theta=5e5)
+    checkpoint, contract, _ = contract_of(folder, tiny_target)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tuple(torch.randint(3, VOCAB, (6,), generator=generator).tolist()) for _ in range(8)]
+    return Session(checkpoint, contract, target, target.record(prompts, 40, 5), 4)
+
+
+def test_every_single_switch_is_found_by_its_rounds(session):
+    wirings = candidates(session.trained, session.contract, session.target.info.layers)
+    assert len(wirings) > 15 and "as trained" in wirings
+    for name, wiring in wirings.items():
+        found = search(session, Observed.of(session.measure(wiring)), pairs=False)
+        assert found.exact and name in found.alike, (name, found.alike)
+
+
+def test_two_switches_together_are_found_as_a_pair(session):
+    wiring = SWITCHES["fc-bypass-config"](SWITCHES["layer-dropped"](session.trained))
+    found = search(session, Observed.of(session.measure(wiring)))
+    assert found.exact and wiring in [r.wiring for r in found.ranked if r.name in found.alike]
+    (finding,) = search_findings(found)
+    assert finding.code == "M208" and finding.status == "fail" and found.alike[0] in finding.title
+
+
+@pytest.mark.parametrize("strength", ["histogram", "totals"])
+def test_weaker_evidence_gives_a_set_that_holds_the_truth(session, strength):
+    for name in ("as trained", "fc-bypass-config", "d2t-absent", "layer-dropped", "token-not-shifted"):
+        wiring = candidates(session.trained, session.contract, session.target.info.layers)[name]
+        found = search(session, Observed.of(session.measure(wiring), strength), pairs=False)
+        assert not found.exact and name in found.alike
+        assert 1 <= len(found.alike) < len(found.ranked) or strength == "totals"
+        assert found.odds(found.alike[0]) == pytest.approx(1.0) and min(map(found.odds, found.alike)) >= 1.0
+
+
+def test_the_healthy_drafter_passes(session):
+    (finding,) = search_findings(search(session, Observed.of(session.measure()), pairs=False))
+    assert finding.status == "pass"
+
+
+def test_observations_are_read_from_bench_and_from_totals(tmp_path):
+    file = tmp_path / "o.json"
+    each = [{"prompt": 1, "counts": {"histogram": [0, 2, 1]}}, {"prompt": 0, "counts": {"histogram": [3]}}]
+    file.write_text(json.dumps({"bench": {"requests": each, "verified": 6, "accepted": 4, "histogram": [3, 2, 1]}}))
+    assert Observed.read(file) == Observed.of(Acceptance(((0, 0, 0), (1, 1, 2)), 2))
+    file.write_text(json.dumps({"accepted": 4, "verified": 6}))
+    assert Observed.read(file) == Observed((), (), 4, 6)
+    file.write_text(json.dumps({"histogram": [3, 2, 1], "verified": 6}))
+    assert Observed.read(file).histogram == (3, 2, 1) and Observed.read(file).accepted == 4
+    for bad in ("", "[]", '{"accepted": 1}', '{"accepted": 0, "verified": 0}', '{"verified": "x"}'):
+        file.write_text(bad)
+        with pytest.raises(KitError):
+            Observed.read(file)
+
+
+def test_other_prompts_are_refused(session):
+    with pytest.raises(KitError, match="use the same"):
+        search(session, Observed(((0,),), (1,), 0, 1))
