@@ -18,7 +18,6 @@ from .findings import Finding, KitError, Report
 if TYPE_CHECKING:
     from .diagnose import Session
     from .launch import Launch
-    from .logs import Log
 
 
 def _finish(report: Report, as_json: bool) -> int:
@@ -70,6 +69,7 @@ def check(args: argparse.Namespace) -> int:
 
 def _said(args: argparse.Namespace) -> tuple[Launch, tuple[str, ...], list[Finding]]:
     """What --launch, --server, --log and --train-metrics tell: the flags, the release, and findings of their own."""
+    from .checks.said import by_log, by_training
     from .launch import Launch
 
     launch, engines, found = _launch(args.launch), tuple(args.engine or ()), []
@@ -87,30 +87,12 @@ def _said(args: argparse.Namespace) -> tuple[Launch, tuple[str, ...], list[Findi
         except OSError as error:
             raise KitError(f"Cannot read the log {args.log}: {error.strerror}.") from None
         launch = launch if launch.flags else Launch.of_arguments(log.flags)
-        found += _of_log(log)
+        found.append(by_log(log))
     if args.train_metrics:
         from .training import read_training
 
-        trained = read_training(args.train_metrics)
-        steps = launch.number("speculative-num-steps") or len(trained.values)
-        promised = f"training promises accept length {trained.expected(steps):.2f} in chains of {steps} steps"
-        values = {"expected": trained.expected(steps), "conditional": trained.conditional, "formula": trained.formula}
-        text = f"{trained.trainer}: {trained.kind} accuracies, {trained.formula}; {trained.leaves_out}"
-        evidence = [findings.Evidence("training", text, values)]
-        found.append(Finding.of("M203", f"{promised}; nothing was measured", status="not-run", evidence=evidence))
+        found.append(by_training(read_training(args.train_metrics), launch.number("speculative-num-steps")))
     return launch, engines or ("",), found
-
-
-def _of_log(log: Log) -> list[Finding]:
-    """M201 where decode lines say that nothing was accepted; without controls nothing else is judged."""
-    lengths = [row["accept_len"] for row in log.rows if row["accept_len"] is not None]
-    if not lengths:
-        return [Finding.of("M201", "the log holds no decode line with an accept length", status="not-run")]
-    text = f"{len(lengths)} decode lines, accept len {min(lengths):.2f} to {max(lengths):.2f}"
-    evidence = [findings.Evidence("log", text, {"lines": len(lengths), "most": max(lengths)})]
-    if max(lengths) <= 1.0:
-        return [Finding.of("M201", "the log says accept len 1.00 throughout: nothing was accepted", evidence=evidence)]
-    return [Finding.of("M201", "only controls can judge the log's accept length", status="not-run", evidence=evidence)]
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -270,7 +270,7 @@ def test_check_reads_flags_and_release_from_a_log_and_metrics_from_training(draf
     assert found["algorithm-flag"]["status"] == "fail" and "EAGLE" in found["algorithm-flag"]["title"]
     assert found["fc-bypassed"]["status"] == "fail"
     assert found["accept-length-floor"]["evidence"][0]["values"] == {"lines": 3, "most": 1.0}
-    assert "1.75" in found["below-training"]["title"] and found["below-training"]["status"] == "not-run"
+    assert "1.75 to 3.0" in found["below-training"]["title"] and found["below-training"]["status"] == "not-run"
 
 
 def test_check_asks_a_running_server_for_its_flags(drafter, capsys):
