@@ -75,6 +75,7 @@ def _parser() -> Parser:
         actions, "train", "retrain the drafter from data/lab-train.jsonl.gz", commands.lab_train
     ).add_argument
     add("--out", default="", metavar="DIR", help="default: lab/trained in the cache")
+    add("--seed", type=int, default=0, metavar="N", help="of the weights' draw, the held-out rows and the order")
     return parser
 
 

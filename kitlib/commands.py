@@ -303,5 +303,6 @@ def lab_train(args: argparse.Namespace) -> int:
     from .lab.train import train
     from .paths import cache
 
-    train(lab.target_path(), lab.DATA / "lab-train.jsonl.gz", Path(args.out or cache() / "lab" / "trained"))
+    out = Path(args.out or cache() / "lab" / "trained")
+    train(lab.target_path(), lab.DATA / "lab-train.jsonl.gz", out, name=lab.TARGET, seed=args.seed)
     return 0

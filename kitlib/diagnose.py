@@ -15,8 +15,9 @@ from .drafter import Drafter, LoadResult, load_drafter
 from .features import States, Target, Text, compare
 from .findings import Evidence, Finding, KitError, Report
 
-FLOOR = 3.0  # a healthy drafter gains at least this many times what the better control gains
+FLOOR = 5.0  # a healthy drafter gains at least this many times what the better control gains
 FEW = 3  # prompts below which an interval over prompts says nothing
+PROMISE = 0.5  # of the gain that training promises: other prompts than the trainer's alone can cost a third
 COLLAPSE = 0.5  # the second position's conditional acceptance, over the first's
 
 
@@ -189,7 +190,7 @@ def _against_training(acceptance: Acceptance, expected: Sequence[float]) -> Find
     low, high = acceptance.interval()
     text = f"training predicts {predicted:.2f}, measured {acceptance.accept_length:.2f} ({low:.2f}-{high:.2f})"
     evidence = [Evidence("training", text, {"predicted": predicted, "ratio": acceptance.accept_length / predicted})]
-    if 1 + 0.75 * (predicted - 1) > high:
+    if 1 + PROMISE * (predicted - 1) > high:
         return Finding.of(
             "M203",
             f"accept length {acceptance.accept_length:.2f} where training predicts {predicted:.2f}",

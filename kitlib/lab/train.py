@@ -25,7 +25,7 @@ from ..findings import KitError, write_atomic
 from ..paths import cache as cache_folder
 from .passes import accuracy, batch_loss
 from .rows import Batch, collate, extract, read_rows
-from .start import draft_vocabulary, new_drafter
+from .start import at_scale, draft_vocabulary, new_drafter
 
 WARMUP, CLIP, DECAY = 0.02, 1.0, 0.01  # share of the tokens until the highest rate; longest gradient; weight decay
 SHORTEST, CHECKS, SCALE = 4, 10, 200  # tokens of the shortest answer in use; points of the curve; rows for the scale
@@ -59,6 +59,7 @@ def train(
     draft_vocab: int = 8192,
     validation: int = 64,
     seed: int = 0,
+    name: str = "",  # of the target, for the config; "": its folder's
     say: Callable[[str], None] = print,
 ) -> dict:
     """Train a drafter and return its metrics, which also lie beside it; everything is written atomically."""
@@ -76,11 +77,16 @@ def train(
     kept = draft_vocabulary([rows[i] for i in chosen], target.info.vocab, draft_vocab)
     features = torch.cat([states[i] for i in chosen[:SCALE]])[:, : -target.info.hidden]
     rms = features.float().pow(2).mean(0).sqrt().clamp_min(1e-3)  # [K*Ht]
-    config, weights = new_drafter(target, kept, boundaries, rms, generator)
+    config, weights = new_drafter(target, kept, boundaries, rms, generator, name)
+
+    def level() -> float:
+        """The power of two that brings the fused states to the size of the target's own."""
+        fused = features[:4096].float() @ weights["fc.weight"].float().T
+        return 2.0 ** round(math.log2(float(rms.pow(2).mean().sqrt() / fused.pow(2).mean().sqrt())))
 
     def save_all(metrics: dict) -> None:
         write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
-        write_atomic(out / "model.safetensors", save(weights))
+        write_atomic(out / "model.safetensors", save(at_scale(weights, level())))
         write_atomic(out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
     save_all({"complete": False})
