@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +118,22 @@ def threads() -> int:
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, round(cores - os.getloadavg()[0]))
+    return max(1, round(cores - busy()))
+
+
+def busy(seconds: float = 0.5) -> float:
+    """Cores at work right now. A load average would still count what has just ended."""
+    try:
+        first, second = _times(), time.sleep(seconds) or _times()
+    except (OSError, ValueError):  # no /proc
+        return os.getloadavg()[0]
+    idle, spent = second[3] + second[4] - first[3] - first[4], sum(second) - sum(first)
+    return (1 - idle / spent) * (os.cpu_count() or 1) if spent > 0 else 0.0
+
+
+def _times() -> list[int]:
+    """The kernel's clock ticks of all cores: user, nice, system, idle, waiting, …"""
+    return [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
 
 
 def free_port(port: int = 0) -> int:
