@@ -35,6 +35,7 @@ from .server import (
 from .workbench import Workbench
 
 Answer = tuple[Server, Run | None]
+QUICK = 2.0  # seconds between polls once the story's own pace has been shown
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ class Serving:
         if self.url:
             return attach(self.url, self.api_key, interval_s=self.interval_s, limit=self.limit)
         launch = Launch(self.workbench.target_path, drafter, algorithm, self.workbench.draft_steps, dtype=self._dtype)
+        # the first start is watched at the story's pace, the others at a quick one
+        pace = self.interval_s if not self.answers else min(self.interval_s, QUICK)
         limit_s = self.limit * self.interval_s
-        return start(launch, self.logs, interval_s=self.interval_s, limit_s=limit_s, progress=self.workbench.progress)
+        return start(launch, self.logs, interval_s=pace, limit_s=limit_s, progress=self.workbench.progress)
 
     def _measure(self, server: Server) -> Answer:
         """One chat question, then the benchmark; a server that did not come up is an answer too."""
@@ -229,5 +232,6 @@ class Serving:
             return server.findings
         baseline = self.answers.get("without speculation", (None, None))[1]
         plain = baseline or [t.answer for t in self.workbench.session.texts]
-        speed = speed_findings(compare(run, baseline)) if baseline else []
+        told = compare(run, baseline) if baseline else {}
+        speed = speed_findings(told, server.why if "CPU engine" in server.why else "") if told else []
         return self.judged + text_findings(run, plain, self._dtype, self.gaps, self.noise) + speed

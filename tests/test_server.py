@@ -29,6 +29,8 @@ from kitlib.server import (
     choose_engine,
     compare,
     health_findings,
+    noise_floor,
+    speed_findings,
     start,
     text_findings,
     tie_gaps,
@@ -495,3 +497,35 @@ def test_importing_the_server_loads_no_torch():
 
 def test_a_run_can_be_stored():
     assert pickle.loads(pickle.dumps(made([(1,)]))).texts == [(1,)]  # noqa: S301 (our own bytes)
+
+
+@pytest.mark.parametrize(
+    ("interval", "unfit", "status"),
+    [((1.1, 1.4), "", "pass"), ((0.5, 0.9), "", "fail"), ((0.9, 1.2), "", "not-run"), ((0.5, 0.9), "CPU", "not-run")],
+)
+def test_speed_is_judged_by_its_interval(interval, unfit, status):
+    told = {"speedup": sum(interval) / 2, "interval": interval, "accept_length": 2.0, "tokens_per_s": [1.0, 1.0]}
+    (found,) = speed_findings(told, unfit)
+    assert (found.code, found.status) == ("M206", status)
+    assert speed_findings({"speedup": None})[0].status == "not-run"
+
+
+def test_the_noise_floor_is_twice_what_a_log_probability_moves():
+    """Four tokens, scored one by one and at once; the third moves most."""
+    slow, fast = [-1.0, -2.0, -0.5, -3.0], [-1.01, -2.0, -0.53, -3.01]
+
+    def handle(_, path, body):
+        if path != "/generate":
+            return 200, b"{}"
+        ids = body["input_ids"]
+        if len(ids) == 3:
+            meta = {"output_token_logprobs": [[p, 7 + i, None] for i, p in enumerate(slow)]}
+        else:
+            assert ids[3:] == [7, 8, 9, 10] and body["logprob_start_len"] == 2
+            meta = {"input_token_logprobs": [[None, ids[2], None], *([p, 0, None] for p in fast)]}
+        return 200, json.dumps({"text": "", "meta_info": meta}).encode()
+
+    with serving(handle) as (url, _):
+        assert noise_floor(attach(url), [[1, 2, 3]]) == pytest.approx(0.06)
+    with serving(lambda _, path, body: (200, b'{"meta_info": {}}')) as (url, _):
+        assert noise_floor(attach(url), [[1, 2, 3]]) is None

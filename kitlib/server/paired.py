@@ -94,18 +94,20 @@ def noise_floor(server: Server, prompts: Sequence[Sequence[int]], max_new_tokens
     return 2 * max(moved) if moved else None
 
 
-def speed_findings(told: Mapping[str, Any]) -> list[Finding]:
-    """M206 from what `compare` told: faster, slower, or not told apart on these prompts."""
+def speed_findings(told: Mapping[str, Any], unfit: str = "") -> list[Finding]:
+    """M206 from what `compare` told: faster, slower, or not told apart. `unfit`: why speed is not judged here."""
     if told["speedup"] is None:
         return [Finding.of("M206", "no prompt was answered by both servers", status="not-run")]
     low, high = told["interval"]
     text = f"speed-up {told['speedup']:.2f} ({low:.2f}-{high:.2f}) at accept length {told['accept_length']}"
     evidence = [Evidence("server", text, {k: told[k] for k in ("speedup", "interval", "tokens_per_s")})]
+    if unfit:
+        return [Finding.of("M206", f"speed is not judged here: {unfit}", status="not-run", evidence=evidence)]
     if low > 1:
         return [Finding.of("M206", status="pass", evidence=evidence)]
     if high < 1:
         return [Finding.of("M206", f"speculation is slower: {text}", evidence=evidence)]
-    return [Finding.of("M206", f"not told apart from no speculation: {text}", evidence=evidence, severity="info")]
+    return [Finding.of("M206", f"not told apart from no speculation: {text}", status="not-run", evidence=evidence)]
 
 
 def text_findings(
