@@ -11,6 +11,7 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..contract import Contract, TargetInfo, Wiring
 from ..engines import Engine, Served
+from ..engines.rules import shallow
 from ..findings import Finding
 from ..launch import Launch
 
@@ -42,9 +43,8 @@ def convert_command(case: Case) -> str:
 
 
 def trained(case: Case) -> Wiring:
-    """The trained wiring; without a target a depth of 32 stands in, so judge no boundaries by it."""
-    c = case.contract
-    return c.trained(case.target or TargetInfo("", c.target_hidden, c.vocab, 32, False, None, {}))
+    """The trained wiring; without a target a depth of 32 may stand in, so judge no boundaries by it."""
+    return case.contract.trained(case.target or shallow(case.contract))
 
 
 def table(case: Case, name: str) -> Sequence[Mapping[str, Any]]:

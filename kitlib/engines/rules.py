@@ -154,7 +154,7 @@ def served(
         raise KitError(
             f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here."
         )
-    trained = contract.trained(target or _shallow(contract))
+    trained = contract.trained(target or shallow(contract))
     flags = _flags(checkpoint.config, loaded.entries("flag", known))
     output, residual = flags.pop("norm_output"), flags.pop("norm_before_residual")
     switch = lookup(checkpoint.config, rows["capture"]["switch"])
@@ -202,7 +202,7 @@ def _borrowed(head: Mapping[str, Any], contract: Contract) -> bool:
     return head.get("shared", False) or (head["absent"] == "target" and "lm_head.weight" not in contract.has)
 
 
-def _shallow(contract: Contract) -> TargetInfo | None:
+def shallow(contract: Contract) -> TargetInfo | None:
     """Without a target the boundaries may be unknown; names and flags can still be judged."""
     if contract.boundaries:
         return None
