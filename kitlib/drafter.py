@@ -206,6 +206,10 @@ def load_drafter(
     A parameter without a tensor gets `fill_value` and is listed as missing. A shape that does not fit raises
     KitError, as every engine would.
     """
+    if contract.latent:
+        raise KitError(
+            f"{checkpoint.path} has latent attention (MLA), which is checked and converted but not replayed."
+        )
     where, why = choose_device(device)
     kind, _ = choose_dtype(dtype, where)
     with torch.device("meta"):

@@ -192,3 +192,27 @@ def test_zero_acceptance_at_five_draft_tokens_prints_what_the_story_saw(release,
 def test_full_acceptance_prints_one_in_every_formula():
     for release in ("0.5.4", "0.5.9", "0.5.11"):
         assert accept_rate(release, a=160, v=40, draft_tokens=5, steps=4)[0] == 1.0
+
+
+def test_latent_attention_is_known_by_its_names(tmp_path, tiny_target):
+    """Kimi-K2's MLA drafters: a class of their own since 0.5.12; checked, and refused by the replay in one sentence."""
+    from kitlib.drafter import load_drafter
+
+    p, plain = "layers.0.self_attn.", [f"layers.0.self_attn.{n}_proj.weight" for n in "qkv"]
+    shapes = {"q_a_proj": (16, 2 * HIDDEN), "q_a_layernorm": (16,), "q_b_proj": (48, 16), "kv_a_layernorm": (16,)}
+    shapes |= {"kv_a_proj_with_mqa": (24, 2 * HIDDEN), "kv_b_proj": (64, 16)}
+    extra = {f"{p}{n}.weight": torch.ones(s) for n, s in shapes.items()}
+    arch = {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+    checkpoint, contract, trained = contract_of(
+        write_drafter(tmp_path / "d", drop=plain, extra=extra, **arch), tiny_target
+    )
+    info = TargetInfo.of(tiny_target)
+    for release in ("0.5.12", "0.5.23"):
+        state = served(checkpoint, contract, release, target=info)
+        assert not state.refused and not state.missing and not state.of("dropped")
+    assert "not registered" in served(checkpoint, contract, "0.5.11", target=info).refused
+    del extra[f"{p}kv_b_proj.weight"]
+    broken, half, _ = contract_of(write_drafter(tmp_path / "b", drop=plain, extra=extra, **arch), tiny_target)
+    assert served(broken, half, "0.5.20", target=info).missing == (f"{p}kv_b_proj.weight",)
+    with pytest.raises(KitError, match="not replayed"):
+        load_drafter(checkpoint, contract, trained, torch.zeros(24, HIDDEN))

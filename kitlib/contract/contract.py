@@ -42,6 +42,7 @@ class Contract:
     norm_output: bool
     has: frozenset[str]  # canonical names in the file
     sources: Mapping[str, str] = field(default_factory=dict)
+    latent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of latent attention (MLA), as stored
     contradictions: tuple[str, ...] = ()  # config against shapes, one sentence each
     verifier: str = ""
     trainer_version: str = ""
@@ -127,7 +128,7 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
     heads = size("heads", None, "", max(1, hidden // 64))
     head_dim = size("head_dim", None, "", max(1, hidden // heads))
     q_rows, k_rows = dim(first + "self_attn.q_proj.weight", 0), dim(first + "self_attn.k_proj.weight", 0)
-    if q_rows and q_rows != heads * head_dim:
+    if q_rows and q_rows != heads * head_dim and not _latent(shapes):
         contradictions.append(f"q_proj has {q_rows} rows, the config says {heads} heads of {head_dim}")
     kv_heads = size("kv_heads", k_rows // head_dim if k_rows and k_rows % head_dim == 0 else None, "k_proj", heads)
     indices = {int(c.split(".")[1]) for c in shapes if c.startswith("layers.")}
@@ -165,11 +166,22 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
         fc_norm=bool(values.get("fc_norm")) or any(c.startswith("fc_norm.") for c in shapes),
         has=frozenset(shapes),
         sources=sources,
+        latent=_latent(shapes),
         contradictions=tuple(contradictions),
         verifier=str(values.get("verifier") or ""),
         trainer_version=version,
         **flags,
     )
+
+
+def _latent(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a latent attention (DeepSeek, Kimi-K2); (0,) where the file lacks one it needs."""
+    p = "layers.0.self_attn."
+    if f"{p}kv_a_proj_with_mqa.weight" not in shapes:
+        return {}
+    query = ("q_a_proj", "q_a_layernorm", "q_b_proj") if f"{p}q_proj.weight" not in shapes else ("q_proj",)
+    names = [f"{p}{n}.weight" for n in (*query, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")]
+    return {n: shapes.get(n, (0,)) for n in names}
 
 
 def _boundaries(
@@ -205,8 +217,11 @@ def parameter_shapes(contract: Contract, wiring: Wiring) -> dict[str, tuple[int,
             shapes |= {f"fc_norm.{i}.weight": (c.target_hidden,) for i in range(c.aux_states)}
     for i in range(c.layers):
         p, width = f"layers.{i}.", 2 * h if i == 0 else h
-        shapes |= {p + f"self_attn.{n}_proj.weight": (rows, width) for n, rows in (("q", q), ("k", kv), ("v", kv))}
-        shapes[p + "self_attn.o_proj.weight"] = (h, q)
+        if c.latent:
+            shapes |= {n.replace("layers.0.", p): shape for n, shape in c.latent.items()}
+        else:
+            shapes |= {p + f"self_attn.{n}_proj.weight": (rows, width) for n, rows in (("q", q), ("k", kv), ("v", kv))}
+            shapes[p + "self_attn.o_proj.weight"] = (h, q)
         shapes |= {p + f"mlp.{n}_proj.weight": (c.intermediate, h) for n in ("gate", "up")}
         shapes[p + "mlp.down_proj.weight"] = (h, c.intermediate)
         norms = ("input_layernorm", "hidden_norm") if i == 0 else (wiring.later_norm,)

@@ -149,6 +149,8 @@ def served(
     loaded = Engine.load(engine)
     known, caveat = loaded.known(release)
     rows = {t: loaded.entry(t, known) for t in ("loader", "config", "fc", "capture", "d2t", "head", "later_norm")}
+    if contract.latent and (row := loaded.entry("mla_loader", known)):
+        rows["loader"] = row
     rule = loaded.entry("algorithm", known, name=algorithm)
     if rule is None:
         raise KitError(
