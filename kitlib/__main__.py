@@ -89,7 +89,8 @@ def _check(one: Parser) -> None:
     add = one.add_argument
     add("drafter", nargs="?", metavar="DRAFTER", help="a folder or .safetensors file; --launch may name it instead")
     add("--target", metavar="DIR_OR_CONFIG", help="the target's folder or config.json")
-    add("--engine", action="append", metavar="SPEC", help="sglang==0.5.9, sglang>=0.5.6,<=0.5.11, or all; repeatable")
+    text = "sglang==0.5.9, sglang>=0.5.6,<=0.5.11, vllm==0.20.0, or all (SGLang's; a survey, exit code 0); repeatable"
+    add("--engine", action="append", metavar="SPEC", help=text)
     add("--launch", metavar="COMMAND", help="the server's command line, as one quoted string, or @FILE")
     add("--server", metavar="URL", help="a running SGLang server: its own flags are checked in place of --launch")
     add("--log", metavar="FILE", help="a server's log: its flags, where --launch is absent, and what it says of drafts")

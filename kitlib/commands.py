@@ -168,7 +168,7 @@ def _wiring(args: argparse.Namespace) -> Callable:
         raise KitError(
             f"--wiring {args.wiring}: {error.strerror}; use trained, served, a lab fault or a wiring.json."
         ) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise KitError(f"{args.wiring} is no wiring ({error}); `lab plant` writes one.") from None
     return lambda _: read
 

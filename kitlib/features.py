@@ -76,8 +76,8 @@ class Target:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(where)
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0][:160]
+        except Exception as error:  # transformers, safetensors and hub classes raise whatever they trip over
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
             raise KitError(f"transformers cannot load the target {path} ({reason}); give a model folder.") from None
         info = TargetInfo.of(path) if Path(path).exists() else _info(model)
         return cls(model, tokenizer, info, why)
@@ -110,7 +110,10 @@ class Target:
             return tuple(prompt)
         if not getattr(self.tokenizer, "chat_template", None):
             return tuple(self.tokenizer("\n".join(m["content"] for m in prompt)).input_ids)
-        text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs
+            raise KitError(f"The target's chat template cannot be applied ({str(error)[:120]}); repair it.") from None
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     @torch.inference_mode()
@@ -136,6 +139,14 @@ class Target:
             answers += map(tuple, out[:, width:].tolist())
         return answers
 
+    def fingerprint(self) -> str:
+        """A hash of eight values of every parameter: another model, or the same one trained further, has another."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            values = parameter.detach().flatten()[:: max(1, parameter.numel() // 8)][:8]
+            digest.update(name.encode() + values.float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
     def record(
         self,
         prompts: Sequence[Sequence[int]],
@@ -144,7 +155,7 @@ class Target:
         cache: Path | None = None,
     ) -> list[Text]:
         """Greedy texts with `lookahead` tokens past their end; kept in `cache` (a folder) when one is given."""
-        what = (str(self.info.path), dict(self.info.config), [list(p) for p in prompts], max_new_tokens, lookahead)
+        what = (self.fingerprint(), dict(self.info.config), [list(p) for p in prompts], max_new_tokens, lookahead)
         where = (str(self.model.dtype), self.device.type, torch.__version__)
         key = hashlib.sha256(json.dumps([what, where], default=str).encode()).hexdigest()[:20]
         file = cache / f"greedy-{key}.json" if cache else None

@@ -40,7 +40,8 @@ class Launch:
     @classmethod
     def of_arguments(cls, told: Mapping[str, Any]) -> Launch:
         """From SGLang's own arguments, as its log or /server_info tells them; what is unset is absent."""
-        plain = {k.replace("_", "-"): v for k, v in told.items() if isinstance(v, (str, int, float)) and v is not False}
+        kept = {k: v for k, v in told.items() if isinstance(k, str) and isinstance(v, (str, int, float))}
+        plain = {k.replace("_", "-"): v for k, v in kept.items() if v is not False}
         plain = {k: "…" if _SECRET.search(k) and not _HARMLESS.search(k) else v for k, v in plain.items() if v != ""}
         return cls("sglang", plain)
 

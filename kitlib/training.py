@@ -20,15 +20,20 @@ from .findings import KitError
 
 MOST = 64 << 20  # bytes of a log
 KINDS = {  # name in the log, with its step -> (kind, who writes it, what it leaves out)
-    r"full_acc_(\d+)": ("joint", "speculators", "tokens outside the draft vocabulary are not counted"),
-    r"cond_acc_(\d+)": ("conditional", "speculators", "tokens outside the draft vocabulary are not counted"),
-    r"acc(?:uracy)?_(\d+)": ("conditional", "SpecForge, SafeAILab or AngelSlim", "each step is fed the true tokens"),
-    r"train_acc_?(\d+)": ("conditional", "modelopt", "tokens outside the draft vocabulary are not counted"),
-    r"step_(\d+)_accuracy": ("conditional", "a trainer", "each step is fed the true tokens"),
+    r"full_acc_(\d{1,3})": ("joint", "speculators", "tokens outside the draft vocabulary are not counted"),
+    r"cond_acc_(\d{1,3})": ("conditional", "speculators", "tokens outside the draft vocabulary are not counted"),
+    r"acc(?:uracy)?_(\d{1,3})": (
+        "conditional",
+        "SpecForge, SafeAILab or AngelSlim",
+        "steps are fed true tokens",
+    ),
+    r"train_acc_?(\d{1,3})": ("conditional", "modelopt", "tokens outside the draft vocabulary are not counted"),
+    r"step_(\d{1,3})_accuracy": ("conditional", "a trainer", "steps are fed true tokens"),
 }
 NAME = re.compile("|".join(f"(?:{k})" for k in KINDS))
 PAIR = re.compile(
-    r"['\"]?(?:[\w.]+/)?(?P<name>\w+)['\"]?\s*[:=]\s*(?:tensor\()?(?P<value>-?\d*\.?\d+(?:[eE][-+]?\d+)?)"
+    r"(?<![\w./])['\"]?(?P<prefix>[\w.]{1,60}/)?(?P<name>\w{1,40})['\"]?\s{0,4}[:=]\s{0,4}(?:tensor\()?"
+    r"(?P<value>-?\d{0,12}\.?\d{1,20}(?:[eE][-+]?\d{1,3})?)(?P<percent>\s?%)?"
 )
 
 
@@ -82,28 +87,38 @@ def read_training(path: str | Path) -> Training:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise KitError(f"Cannot read the training metrics {path}: {error.strerror}.") from None
-    found: dict[str, dict[int, float]] = {}
-    for name, value in _pairs(text):
-        if (hit := NAME.fullmatch(name)) and 0 <= value <= 1:
-            pattern = next(k for k in KINDS if re.fullmatch(k, name))
-            found.setdefault(pattern, {})[int(next(g for g in hit.groups() if g is not None))] = value
-    for pattern, (kind, trainer, leaves_out) in KINDS.items():
-        steps = found.get(pattern, {})
-        first = min(steps, default=0)  # some trainers count from 1
-        if values := tuple(steps[k] for k in range(first, first + len(steps)) if k in steps):
-            return Training(kind, values, trainer, leaves_out)
+    found: dict[tuple[str, str], dict[int, float]] = {}  # by prefix (val/, train/) and pattern; the last one wins
+    above = False
+    for prefix, name, value in _pairs(text):
+        if hit := NAME.fullmatch(name):
+            above |= value > 1
+            if 0 <= value <= 1:
+                pattern = next(k for k in KINDS if re.fullmatch(k, name))
+                found.setdefault((prefix, pattern), {})[int(next(g for g in hit.groups() if g is not None))] = value
+    told = []
+    for (prefix, pattern), steps in found.items():
+        first = min(steps)  # some trainers count from 1
+        values = tuple(steps[k] for k in range(first, first + len(steps)) if k in steps)
+        told.append(("val" in prefix or "test" in prefix, len(values), -list(KINDS).index(pattern), pattern, values))
+    if told:
+        *_, pattern, values = max(told)  # held-out rows before training rows, then the longest chain
+        kind, trainer, leaves_out = KINDS[pattern]
+        if kind == "joint" and list(values) != sorted(values, reverse=True):
+            raise KitError(f"{path}: joint accuracies {values} rise with the step, which they cannot; check the log.")
+        return Training(kind, values, trainer, leaves_out)
     lists = dict(_lists(text))
     for key, kind in (("served_conditional", "conditional"), ("conditional", "conditional"), ("joint", "joint")):
         if key in lists:
             return Training(kind, tuple(lists[key]), "the kit", "nothing: all tokens of the answers are counted")
     wanted = "full_acc_0, cond_acc_0, acc_0, or a list `conditional`"
-    raise KitError(f"{path} holds no accuracies by draft step ({wanted}).")
+    hint = "; what is there is above 1: divide percentages by 100" if above else ""
+    raise KitError(f"{path} holds no accuracies by draft step ({wanted}){hint}.")
 
 
-def _pairs(text: str) -> Iterator[tuple[str, float]]:
-    """Every `name: number` of the text, in order, whatever lies around it; names without their prefix."""
+def _pairs(text: str) -> Iterator[tuple[str, str, float]]:
+    """Every `name: number` of the text, in order, whatever lies around it: (prefix, name, number)."""
     for hit in PAIR.finditer(text):
-        yield hit["name"], float(hit["value"])
+        yield hit["prefix"] or "", hit["name"], float(hit["value"]) / (100 if hit["percent"] else 1)
 
 
 def _lists(text: str) -> Iterator[tuple[str, list[float]]]:

@@ -257,4 +257,4 @@ def environment() -> list[Finding]:
     if not wrong:
         return [Finding.of("E901", status="pass", evidence=evidence)]
     title = f"{len(wrong)} packages differ from the lock: {', '.join(wrong[:4])}"
-    return [Finding.of("E901", title, evidence=evidence, fix=Fix("set up again", "make .venv"))]
+    return [Finding.of("E901", title, evidence=evidence, fix=Fix("set up again", "make env"))]

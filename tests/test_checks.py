@@ -13,7 +13,7 @@ from tiny import HIDDEN, LAYERS, VOCAB, random_tensors, write_drafter
 
 from kitlib.checks import check
 from kitlib.checks.serving import holds
-from kitlib.findings import Finding
+from kitlib.findings import Finding, KitError
 from kitlib.launch import parse
 
 CODES = {f"K{n}" for n in (*range(101, 108), *range(110, 113), *range(120, 124), *range(130, 137))}
@@ -355,7 +355,6 @@ def spec(steps=None, topk=None, tokens=None, rest="") -> str:
         ("0.5.13", spec(5, 4, 8, "--page-size 64 --attention-backend flashmla"), "", "fa3 and triton"),
         ("0.5.9", spec(5, 4, 8, "--attention-backend trtllm_mha"), "", "chains only"),
         ("0.5.9", spec(5, 4, 8), "SGLANG_ENABLE_SPEC_V2=1", "SGLANG_ENABLE_SPEC_V2"),
-        ("0.5.9", spec("three", 1, 4), "", "not a whole number"),
     ],
 )
 def test_spec_params(bench, release, flags, env, says):
@@ -449,3 +448,24 @@ def test_check_imports_no_torch(bench):
 def test_a_drafter_of_kimi_k2_5s_size_is_checked_in_a_second():
     script = Path(__file__).parent / "bench" / "check_speed.py"
     assert subprocess.run([sys.executable, str(script)]).returncode == 0, "see data/verified/check-speed.md"
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"), [("three", "not a whole number"), ("0", "no sensible number"), ("9" * 23, "no")]
+)
+def test_a_number_that_is_none_is_refused_once(bench, steps, says):
+    flags = f"--speculative-algorithm EAGLE3 --speculative-num-steps {steps} --speculative-eagle-topk 1"
+    with pytest.raises(KitError, match=says):
+        bench.all("0.5.9", flags=flags)
+
+
+def test_a_dtype_that_no_library_reads_and_a_vocabulary_that_nobody_tells(bench, tmp_path):
+    folder = write_drafter(tmp_path / "strange")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data.replace(b'"F32"', b'"XYZ"', 1))
+    found = {f.code: f for f in check(folder, target=bench.target, engines=("0.5.20",)).findings}
+    assert found["K107"].status == "fail" and "XYZ" in found["K107"].title
+    alone = write_drafter(tmp_path / "alone")
+    (alone / "config.json").unlink()
+    found = {f.code: f for f in check(alone / "model.safetensors", engines=("0.5.20",)).findings}
+    assert found["K110"].status == "not-run"

@@ -92,3 +92,19 @@ def test_bad_prompts_are_one_sentence(tmp_path, text, why):
 def test_a_folder_that_is_no_model_is_one_sentence(tmp_path):
     with pytest.raises(KitError, match="transformers cannot load the target"):
         Target.load(tmp_path, device="cpu")
+
+
+def test_recorded_text_belongs_to_the_weights_and_not_to_a_path(tiny_target, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from kitlib.contract import TargetInfo
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    target = Target(model, None, TargetInfo.of(tiny_target))
+    first = target.record([(3, 4, 5)], 12, 4, tmp_path)
+    assert target.record([(3, 4, 5)], 12, 4, tmp_path) == first and len(list(tmp_path.iterdir())) == 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    second = target.record([(3, 4, 5)], 12, 4, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 and second == target.record([(3, 4, 5)], 12, 4)

@@ -80,3 +80,28 @@ def test_observations_are_read_from_bench_and_from_totals(tmp_path):
 def test_other_prompts_are_refused(session):
     with pytest.raises(KitError, match="use the same"):
         search(session, Observed(((0,),), (1,), 0, 1))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"histogram": [-50, 100]}', '{"histogram": [1.5, 2.5]}', '{"rounds": ["12"]}', '{"rounds": [[0.9]]}',
+        '{"accepted": 1e999, "verified": 5}', '{"accepted": 1, "verified": Infinity}', '{"histogram": [1e999, 1]}',
+        "[" * 100000, '{"rounds": [[100000000000]]}', '{"histogram": [3, 1], "accepted": 5, "verified": 4}',
+    ],
+)  # fmt: skip
+def test_impossible_observations_are_refused_in_a_short_sentence(tmp_path, bad):
+    (tmp_path / "o.json").write_text(bad)
+    with pytest.raises(KitError) as error:
+        Observed.read(tmp_path / "o.json")
+    assert len(str(error.value)) < 400
+    (tmp_path / "o.json").write_bytes(bytes(range(256)) * 1000)
+    with pytest.raises(KitError) as error:
+        Observed.read(tmp_path / "o.json")
+    assert len(str(error.value)) < 400
+
+
+def test_more_drafts_than_steps_are_refused(session):
+    for observed in (Observed((), (), 1000, 5), Observed((), (0, 0, 0, 0, 0, 0, 1), 6, 1)):
+        with pytest.raises(KitError, match="4 steps"):
+            search(session, observed)

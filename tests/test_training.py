@@ -59,3 +59,25 @@ def test_what_holds_no_accuracy_is_refused(tmp_path, text):
         read_training(tmp_path / "log")
     with pytest.raises(KitError, match="Cannot read"):
         read_training(tmp_path / "absent")
+
+
+def test_held_out_rows_win_and_sets_are_not_mixed(tmp_path):
+    text = "train/cond_acc_0: 0.9 train/cond_acc_1: 0.8\nval/cond_acc_0: 0.5 val/cond_acc_1: 0.4\n"
+    (tmp_path / "log").write_text(text + "train/cond_acc_0: 0.95 train/cond_acc_1: 0.9 train/cond_acc_2: 0.9")
+    assert read_training(tmp_path / "log").values == (0.5, 0.4)
+    (tmp_path / "log").write_text(json.dumps({"full_acc_0": 0.7, "cond_acc_0": 0.7, "cond_acc_1": 0.6}))
+    assert read_training(tmp_path / "log").values == (0.7, 0.6)
+    (tmp_path / "log").write_text("acc_0: 74.5% acc_1: 60 %")
+    assert read_training(tmp_path / "log").values == pytest.approx((0.745, 0.6))
+    (tmp_path / "log").write_text("full_acc_0: 0.5 full_acc_1: 0.9")
+    with pytest.raises(KitError, match="rise"):
+        read_training(tmp_path / "log")
+    (tmp_path / "log").write_text("acc_0: 74.5")
+    with pytest.raises(KitError, match="percentages"):
+        read_training(tmp_path / "log")
+
+
+def test_long_words_and_numbers_take_no_time(tmp_path):
+    (tmp_path / "log").write_text("a" * 2_000_000 + " acc_" + "1" * 5000 + ": 0.5 " + "f" * 100_000)
+    with pytest.raises(KitError, match="no accuracies"):
+        read_training(tmp_path / "log")

@@ -49,6 +49,9 @@ def check(
 ) -> Report:
     """Run every check for every release. Raises KitError only for unusable arguments, never for a sick drafter."""
     launch = launch or Launch()
+    for flag in ("speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens", "context-length"):
+        if (number := launch.number(flag)) is not None and not 1 <= number <= 1 << 24:
+            raise KitError(f"--{flag} is {number} in the launch command; that is no sensible number.")
     engine = _engine(engines, launch)
     releases = list(dict.fromkeys(r for spec in engines for r in engine.resolve(spec)))
     subject = {

@@ -93,6 +93,9 @@ def vocab_map(case: Case) -> Iterator[Finding]:
         title = f"there is no d2t, although the draft vocabulary has {c.draft_vocab} of {c.vocab} ids"
         yield Finding.of("K110", title, evidence=[Evidence("header", "no tensor named d2t")])
         return
+    if c.sources.get("vocab") == "default":
+        yield Finding.of("K110", "the target's vocabulary is not known; name the target", status="not-run")
+        return
     name = next(n for n in case.checkpoint.tensors if case.checkpoint.canonical(n) == "d2t")
     if (dtype := case.checkpoint.tensors[name].dtype) not in ("I64", "I32", "I16", "U16", "U32"):
         title = f"d2t is stored as {dtype}; offsets are whole numbers"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..checkpoint.headers import BITS
 from ..contract.dialects import number
 from ..findings import Evidence, Finding, Fix
 from .case import Case, entries
@@ -96,6 +97,11 @@ def quantization(case: Case) -> Iterator[Finding]:
     """K107: an unquantized drafter that inherits the target's quantization, or a packed one that does not say so."""
     config = case.checkpoint.config
     says = bool(config.get("quantization_config") or config.get("compression_config"))
+    if strange := [n for n, t in case.checkpoint.tensors.items() if t.dtype not in BITS]:
+        dtype = case.checkpoint.tensors[strange[0]].dtype
+        title = f"{strange[0]} has the dtype {dtype[:20]}, which safetensors does not know"
+        yield Finding.of("K107", title, engine=case.engine, evidence=[Evidence("header", f"{len(strange)} tensors")])
+        return
     packed = [n for n, t in case.checkpoint.tensors.items() if len(t.shape) == 2 and t.dtype.startswith(PACKED)]
     if packed and not says:
         title = f"{packed[0]} is {case.checkpoint.tensors[packed[0]].dtype}, and config.json has no quantization_config"

@@ -58,7 +58,8 @@ def rope(case: Case) -> Iterator[Finding]:
         return
     rule = entries(case, "rope")[0]
     theta = next((v for p in rule["theta"] if (v := lookup(config, p)) is not None), None)
-    inner = config.get("transformer_layer_config", config)
+    inner = config.get("transformer_layer_config")
+    inner = inner if isinstance(inner, Mapping) else config
     scaling = next((v for p in rule["scaling"] if isinstance(v := inner.get(p), Mapping)), None)
     read = {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": inner.get("partial_rotary_factor")}
     served, _ = read_rope(read)

@@ -99,7 +99,7 @@ def speed_findings(told: Mapping[str, Any], unfit: str = "") -> list[Finding]:
     if told["speedup"] is None:
         return [Finding.of("M206", "no prompt was answered by both servers", status="not-run")]
     low, high = told["interval"]
-    text = f"speed-up {told['speedup']:.2f} ({low:.2f}-{high:.2f}) at accept length {told['accept_length']}"
+    text = f"speed-up {told['speedup']:.2f} ({low:.2f}-{high:.2f}) at accept length {told['accept_length'] or 1:.2f}"
     evidence = [Evidence("server", text, {k: told[k] for k in ("speedup", "interval", "tokens_per_s")})]
     if unfit:
         return [Finding.of("M206", f"speed is not judged here: {unfit}", status="not-run", evidence=evidence)]
