@@ -63,7 +63,7 @@ class Session:
 
     def load(self, wiring: Wiring | None = None) -> tuple[Drafter, LoadResult]:
         """The drafter under a wiring, on the target's device and in its dtype."""
-        embed, dtype = self.target.embedding, str(self.target.model.dtype).removeprefix("torch.")
+        embed, dtype = self.target.embedding, self.target.dtype
         return load_drafter(
             self.checkpoint, self.contract, wiring or self.trained, embed, self.target.head,
             device=str(self.target.device), dtype=dtype,
@@ -217,7 +217,7 @@ def measure(session: Session, wiring: Wiring | None = None, expected: Sequence[f
     block = {
         **acceptance.to_dict(),
         "wiring": wiring.to_dict(),
-        "dtype": str(session.target.model.dtype).removeprefix("torch."),
+        "dtype": session.target.dtype,
     }
     return Report(subject, tuple(findings), extra={"acceptance": block})
 

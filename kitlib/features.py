@@ -87,6 +87,11 @@ class Target:
         return self.model.get_input_embeddings().weight.device
 
     @property
+    def dtype(self) -> str:
+        """As engines and torch spell it: float32, bfloat16, …"""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def embedding(self) -> Tensor:  # [V, Ht]
         return self.model.get_input_embeddings().weight.detach()
 

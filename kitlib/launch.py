@@ -42,7 +42,7 @@ class Launch:
         """From SGLang's own arguments, as its log or /server_info tells them; what is unset is absent."""
         kept = {k: v for k, v in told.items() if isinstance(k, str) and isinstance(v, (str, int, float))}
         plain = {k.replace("_", "-"): v for k, v in kept.items() if v is not False}
-        plain = {k: "…" if _SECRET.search(k) and not _HARMLESS.search(k) else v for k, v in plain.items() if v != ""}
+        plain = {k: "…" if _is_secret(k) else v for k, v in plain.items() if v != ""}
         return cls("sglang", plain)
 
     @property
@@ -106,6 +106,10 @@ def _start(words: list[str], env: dict[str, str]) -> tuple[int | None, str]:
     return None, ""
 
 
+def _is_secret(flag: str) -> bool:
+    return bool(_SECRET.search(flag)) and not _HARMLESS.search(flag)
+
+
 def _flags(words: list[str], engine: str) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     name = ""
@@ -115,11 +119,10 @@ def _flags(words: list[str], engine: str) -> dict[str, Any]:
         if word.startswith("--") and len(word) > 2:
             name, _, value = word[2:].partition("=")
             name = ALIASES.get(name.replace("_", "-"), name.replace("_", "-"))
-            secret = _SECRET.search(name) and not _HARMLESS.search(name)
-            flags[name] = "…" if value and secret else value or True
+            flags[name] = "…" if value and _is_secret(name) else value or True
             name = "" if value else name
         elif name:
-            flags[name] = "…" if _SECRET.search(name) and not _HARMLESS.search(name) else word
+            flags[name] = "…" if _is_secret(name) else word
             name = ""
         elif "model-path" not in flags and not word.startswith("-"):
             flags["model-path"] = word  # `sglang serve MODEL`, `vllm serve MODEL`

@@ -72,13 +72,12 @@ def flag_matrix(
     """One row a line of the grid, as soon as it is measured; a server that does not come up is a row, too."""
     session, drafter = workbench.session, workbench.last.drafter
     logs = Path(workbench.out or ROOT / "reports" / "interactive") / "servers"
-    dtype = str(session.target.model.dtype).removeprefix("torch.")
     prompts, answers = [t.ids[: t.prompt] for t in session.texts], [t.answer for t in session.texts]
     for flags in workbench.progress(grid):
         predicted = predict(session, flags)
         launch = Launch(
             session.target.info.path, drafter if flags.algorithm else None, flags.algorithm, flags.steps, flags.topk,
-            flags.draft_tokens, dtype=dtype, extra=DUMMY if flags.dummy else (),
+            flags.draft_tokens, dtype=session.target.dtype, extra=DUMMY if flags.dummy else (),
         )  # fmt: skip
         role = "control" if flags.dummy else "fault" if flags.algorithm == "EAGLE" else "trained"
         row = {"name": str(flags), "role": role, "predicted": predicted and predicted.accept_length}

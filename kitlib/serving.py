@@ -31,7 +31,7 @@ from .server import (
     start,
     text_findings,
     tie_gaps,
-)  # fmt: skip
+)
 from .workbench import Workbench
 
 Answer = tuple[Server, Run | None]
@@ -88,10 +88,6 @@ class Serving:
         self.logs = Path(self.workbench.out or "reports/interactive") / "servers"
         self.predictions = {t.name: self._predict(t) for t in self.trials}
 
-    @property
-    def _dtype(self) -> str:
-        return str(self.workbench.session.target.model.dtype).removeprefix("torch.")
-
     def _predict(self, trial: Trial) -> Acceptance | None:
         """Replay of the trial's own files under its wiring, on the same prompts and states."""
         if trial.wiring is None:
@@ -123,7 +119,13 @@ class Serving:
     def _open(self, drafter: Path | None, algorithm: str) -> Server:
         if self.url:
             return attach(self.url, self.api_key, interval_s=self.interval_s, limit=self.limit)
-        launch = Launch(self.workbench.target_path, drafter, algorithm, self.workbench.draft_steps, dtype=self._dtype)
+        launch = Launch(
+            self.workbench.target_path,
+            drafter,
+            algorithm,
+            self.workbench.draft_steps,
+            dtype=self.workbench.session.target.dtype,
+        )
         # the first start is watched at the story's pace, the others at a quick one
         pace = self.interval_s if not self.answers else min(self.interval_s, QUICK)
         limit_s = self.limit * self.interval_s
@@ -141,7 +143,9 @@ class Serving:
             run = bench(server, prompts, max_new_tokens=limit, clients=self.clients, progress=progress)
             if server.info().on is not False or not self.judged:
                 self.judged = health_findings(server, run, self.floor)
-            elif self._dtype != "float32" and (last := self.answers.get(self.trials[-1].name, (None, None))[1]):
+            elif self.workbench.session.target.dtype != "float32" and (
+                last := self.answers.get(self.trials[-1].name, (None, None))[1]
+            ):
                 self.gaps = tie_gaps(server, last, run)
                 self.noise = noise_floor(server, prompts[:4], limit) if self.gaps else None
             return server, run
@@ -234,4 +238,6 @@ class Serving:
         plain = baseline or [t.answer for t in self.workbench.session.texts]
         told = compare(run, baseline) if baseline else {}
         speed = speed_findings(told, server.why if "CPU engine" in server.why else "") if told else []
-        return self.judged + text_findings(run, plain, self._dtype, self.gaps, self.noise) + speed
+        return (
+            self.judged + text_findings(run, plain, self.workbench.session.target.dtype, self.gaps, self.noise) + speed
+        )

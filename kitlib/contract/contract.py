@@ -127,8 +127,9 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
         contradictions.append(f"{sources['ids']} names {len(ids)} layers, fc.weight takes {aux} states")
     heads = size("heads", None, "", max(1, hidden // 64))
     head_dim = size("head_dim", None, "", max(1, hidden // heads))
+    latent = _latent(shapes)
     q_rows, k_rows = dim(first + "self_attn.q_proj.weight", 0), dim(first + "self_attn.k_proj.weight", 0)
-    if q_rows and q_rows != heads * head_dim and not _latent(shapes):
+    if q_rows and q_rows != heads * head_dim and not latent:
         contradictions.append(f"q_proj has {q_rows} rows, the config says {heads} heads of {head_dim}")
     kv_heads = size("kv_heads", k_rows // head_dim if k_rows and k_rows % head_dim == 0 else None, "k_proj", heads)
     indices = {int(c.split(".")[1]) for c in shapes if c.startswith("layers.")}
@@ -166,7 +167,7 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
         fc_norm=bool(values.get("fc_norm")) or any(c.startswith("fc_norm.") for c in shapes),
         has=frozenset(shapes),
         sources=sources,
-        latent=_latent(shapes),
+        latent=latent,
         contradictions=tuple(contradictions),
         verifier=str(values.get("verifier") or ""),
         trainer_version=version,
