@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from kitlib.acceptance import Chains
 from kitlib.checkpoint import Checkpoint
@@ -299,6 +300,18 @@ def test_the_same_seed_gives_the_same_curve(folder, data, trained, tmp_path):
     assert again["curve"] == trained[1]["curve"]
     assert (tmp_path / "model.safetensors").read_bytes() == (trained[0] / "model.safetensors").read_bytes()
     assert run(folder, data, tmp_path, seed=1, tokens=400)["curve"][0] != again["curve"][0]
+
+
+def test_training_does_not_depend_on_the_scale_that_is_written(folder, data, trained, tmp_path, monkeypatch):
+    """Written without a factor, the same run gives the same tensors, the stream's writers apart: by a power of two."""
+    monkeypatch.setattr(t, "at_scale", lambda weights, factor: weights)
+    run(folder, data, tmp_path)
+    plain, scaled = (load_file(f / "model.safetensors") for f in (tmp_path, trained[0]))
+    factor = float(scaled["fc.weight"].float().norm() / plain["fc.weight"].float().norm())
+    factor = 2.0 ** round(math.log2(factor))
+    assert factor != 1
+    for name, tensor in start.at_scale(plain, factor).items():
+        assert torch.equal(tensor, scaled[name]), name
 
 
 def test_the_schedule_counts_tokens(folder, data, trained, tmp_path):

@@ -84,12 +84,12 @@ def train(
         fused = features[:4096].float() @ weights["fc.weight"].float().T
         return 2.0 ** round(math.log2(float(rms.pow(2).mean().sqrt() / fused.pow(2).mean().sqrt())))
 
-    def save_all(metrics: dict) -> None:
+    def save_all(metrics: dict, factor: float) -> None:
         write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
-        write_atomic(out / "model.safetensors", save(at_scale(weights, level())))
+        write_atomic(out / "model.safetensors", save(at_scale(weights, factor)))
         write_atomic(out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
-    save_all({"complete": False})
+    save_all({"complete": False}, 1.0)  # read back at once: training runs at its own scale, not at that of the file
     checkpoint = Checkpoint.open(out)
     contract = Contract.of(checkpoint, target.info)
     wiring = contract.trained(target.info)
@@ -151,6 +151,6 @@ def train(
                 | {"transformers": transformers.__version__},
                 "curve": curve,
             }
-            save_all(metrics)
+            save_all(metrics, level())
             say(f"validation at {seen} tokens: served {curve[-1]['served_joint']}, {metrics['expected_accept_length']}")
     return metrics
