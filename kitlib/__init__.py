@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 
 # The names notebooks use, and the module of each. Importing kitlib imports none of them, and no torch.
 _FRONT_DOOR = {
+    "WIDTH_COLUMNS": "comparison",
     "Checkpoint": "checkpoint",
     "Contract": "contract",
     "KitError": "findings",
@@ -16,10 +17,13 @@ _FRONT_DOOR = {
     "Workbench": "workbench",
     "accept_row": "rows",
     "check": "checks",
+    "diverge": "divergence",
     "environment": "workbench",
-    "feature_findings": "diagnose",
+    "feature_findings": "comparison",
+    "fit_findings": "comparison",
+    "fit_wirings": "comparison",
     "flag_matrix": "matrix",
-    "layer_findings": "diagnose",
+    "layer_findings": "comparison",
     "load_findings": "diagnose",
     "load_rows": "rows",
     "matrix_findings": "matrix",

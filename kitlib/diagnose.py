@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from .acceptance import Acceptance, draft_everywhere, expected_length, replay
+from .acceptance import Acceptance, expected_length, replay
 from .checkpoint import Checkpoint
 from .contract import Contract, TargetInfo, Wiring
 from .drafter import Drafter, LoadResult, load_drafter
-from .features import States, Target, Text, compare
+from .features import States, Target, Text
 from .findings import Evidence, Finding, KitError, Report
 
 FLOOR = 5.0  # a healthy drafter gains at least this many times what the better control gains
@@ -220,66 +218,3 @@ def measure(session: Session, wiring: Wiring | None = None, expected: Sequence[f
         "dtype": session.target.dtype,
     }
     return Report(subject, tuple(findings), extra={"acceptance": block})
-
-
-@torch.inference_mode()
-def compare_wirings(session: Session, wirings: dict[str, Wiring]) -> list[dict]:
-    """What reaches the decoder layer under each wiring, against the first one; one row a wiring.
-
-    Norm ratio and cosine are of the state that enters the layer (after `fc`, where it runs); top-1 agreement is of
-    the first draft with the target's own next token, over the positions of the answers.
-    """
-    states, rows, reference = session.states(wirings.values()), [], None
-    for name, wiring in wirings.items():
-        drafter, _ = session.load(wiring)
-        entering, hits, total, width = [], 0, 0, 0
-        for s in states:
-            selected = s.select(wiring).to(drafter.target_embed.dtype)
-            width = selected.shape[-1]
-            entering.append(drafter.fuse(selected))
-            ids = torch.tensor(s.text.ids, device=selected.device)
-            end = s.text.prompt + s.text.limit
-            drafts = draft_everywhere(drafter, selected, ids, 1, s.text.prompt - 1)[: s.text.limit - 1, 0]
-            answer = ids[s.text.prompt + 1 : end]
-            hits, total = hits + int((drafts == answer).sum()), total + len(answer)
-        entering = torch.cat(entering)
-        reference = entering if reference is None else reference
-        rows.append(
-            {
-                "name": name,
-                "width that arrives": width,
-                "embedding": session.contract.hidden,
-                "fc runs": wiring.fc,
-                **compare(entering, reference),
-                "top-1 agreement": hits / total,
-            }
-        )
-    return rows
-
-
-def feature_findings(rows: Sequence[dict], name: str) -> list[Finding]:
-    """K133, F301 and F302 for one row of `compare_wirings`."""
-    row = next(r for r in rows if r["name"] == name)
-    width, embedding, ratio, cosine = (row[k] for k in ("width that arrives", "embedding", "norm_ratio", "cosine"))
-    arrives = f"{width} features arrive, the embedding has {embedding}"
-    evidence = [
-        Evidence("features", f"{arrives} · norm ratio {ratio:.3f} · cosine {cosine:.3f}", {k: row[k] for k in row})
-    ]
-    if not row["fc runs"]:
-        return [Finding.of("K133", f"fc does not run: {arrives}", evidence=evidence)]
-    bad = {"F301": not 0.9 < ratio < 1.1, "F302": cosine < 0.9}
-    found = [Finding.of("K133", status="pass", evidence=evidence)]
-    return found + [
-        Finding.of(code, status="fail" if wrong else "pass", evidence=evidence) for code, wrong in bad.items()
-    ]
-
-
-def layer_findings(shifted: dict[str, Acceptance]) -> list[Finding]:
-    """F303 where other boundaries accept more than the trained ones, by more than chance (paired by prompt)."""
-    (name, reference), *others = shifted.items()
-    gaps = {other: a.minus(reference) for other, a in others}
-    text = " · ".join(f"{other}: {low:+.3f} to {high:+.3f}" for other, (low, high) in gaps.items())
-    evidence = [Evidence("acceptance", f"accept length against {name}: {text}")]
-    if better := [other for other, (low, _) in gaps.items() if low > 0]:
-        return [Finding.of("F303", f"{better[0]} accepts more than {name}", evidence=evidence)]
-    return [Finding.of("F303", status="pass", evidence=evidence)]

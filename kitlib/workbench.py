@@ -141,7 +141,7 @@ class Workbench:
 
     def feature_rows(self) -> list[dict[str, Any]]:
         """What arrives under each wiring, against training; the last row but one is the last stage."""
-        from .diagnose import compare_wirings
+        from .comparison import compare_wirings
 
         wirings = {n: w for n, (w, _) in self.wirings().items() if n != "layer dropped, all else right"}
         return compare_wirings(self.session, wirings | {"features zeroed": self.session.trained.but(capture="zeros")})

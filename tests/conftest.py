@@ -27,6 +27,26 @@ def tiny_target(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_session(tiny_target, tmp_path_factory):
+    """A random pair whose small vocabulary lets drafts be accepted now and then: 8 prompts × 40 tokens."""
+    import torch
+    from tiny import VOCAB, contract_of, write_drafter
+    from transformers import AutoModelForCausalLM
+
+    from kitlib.contract import TargetInfo
+    from kitlib.diagnose import Session
+    from kitlib.features import Target
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    target = Target(model, None, TargetInfo.of(tiny_target))
+    folder = write_drafter(tmp_path_factory.mktemp("pair") / "d", rope_theta=5e5)
+    checkpoint, contract, _ = contract_of(folder, tiny_target)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tuple(torch.randint(3, VOCAB, (6,), generator=generator).tolist()) for _ in range(8)]
+    return Session(checkpoint, contract, target, target.record(prompts, 40, 5), 4)
+
+
+@pytest.fixture(scope="session")
 def lab_target() -> Path:
     """The lab's target, fetched and converted on first use (a network is needed once)."""
     from kitlib import lab

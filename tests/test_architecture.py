@@ -15,8 +15,8 @@ PACKAGE = Path(kitlib.__file__).parent
 LAYERS = [  # left may be imported by right, never back; names of one entry do not import one another
     {"findings", "paths"}, {"checkpoint"}, {"contract"}, {"engines"}, {"launch", "logs", "training"},
     {"checks", "probe"}, {"convert", "server"}, {"drafter"}, {"features"}, {"acceptance"}, {"trees"},
-    {"diagnose"}, {"search"}, {"lab"}, {"rows"}, {"workbench"}, {"serving", "matrix"}, {"show"}, {"report"},
-    {"commands"}, {"__main__"},
+    {"diagnose"}, {"divergence"}, {"comparison", "search"}, {"lab"}, {"rows"}, {"workbench"}, {"serving", "matrix"},
+    {"show"}, {"report"}, {"commands"}, {"__main__"},
 ]  # fmt: skip
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
 LAZY = {"checks": {"convert"}, "convert": {"probe", "checks"}}  # inside functions only, where a command is asked for

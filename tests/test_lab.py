@@ -12,8 +12,9 @@ from kitlib import lab
 from kitlib.acceptance import replay, speculate
 from kitlib.checkpoint import Checkpoint
 from kitlib.checks import check
+from kitlib.comparison import feature_findings, layer_findings
 from kitlib.contract import Contract, Wiring
-from kitlib.diagnose import Session, feature_findings, judge, layer_findings, measure
+from kitlib.diagnose import Session, judge, measure
 from kitlib.findings import KitError
 from kitlib.lab.faults import FAULTS, plant
 from kitlib.launch import parse
@@ -168,7 +169,7 @@ def test_a_missing_tensor_is_never_called_healthy(lab_session, tmp_path):
 
 
 def test_features_and_layers_find_the_bypass_and_trust_the_trained_boundaries(lab_session):
-    from kitlib.diagnose import compare_wirings
+    from kitlib.comparison import compare_wirings
 
     trained = lab_session.trained
     single = FAULTS["fc-bypass-config"].wiring(trained)

@@ -6,59 +6,40 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from tiny import VOCAB, contract_of, write_drafter
 
 from kitlib.acceptance import Acceptance
-from kitlib.contract import TargetInfo
-from kitlib.diagnose import Session
-from kitlib.features import Target
 from kitlib.findings import KitError
 from kitlib.search import SWITCHES, Observed, candidates, search, search_findings
 
 
-@pytest.fixture(scope="module")
-def session(tiny_target, tmp_path_factory):
-    """A random pair whose small vocabulary lets drafts be accepted now and then: 8 prompts × 40 tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    target = Target(model, None, TargetInfo.of(tiny_target))
-    folder = write_drafter(tmp_path_factory.mktemp("search") / "d", rope_theta=5e5)
-    checkpoint, contract, _ = contract_of(folder, tiny_target)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [tuple(torch.randint(3, VOCAB, (6,), generator=generator).tolist()) for _ in range(8)]
-    return Session(checkpoint, contract, target, target.record(prompts, 40, 5), 4)
-
-
-def test_every_single_switch_is_found_by_its_rounds(session):
-    wirings = candidates(session.trained, session.contract, session.target.info.layers)
+def test_every_single_switch_is_found_by_its_rounds(tiny_session):
+    wirings = candidates(tiny_session.trained, tiny_session.contract, tiny_session.target.info.layers)
     assert len(wirings) > 15 and "as trained" in wirings
     for name, wiring in wirings.items():
-        found = search(session, Observed.of(session.measure(wiring)), pairs=False)
+        found = search(tiny_session, Observed.of(tiny_session.measure(wiring)), pairs=False)
         assert found.exact and name in found.alike, (name, found.alike)
 
 
-def test_two_switches_together_are_found_as_a_pair(session):
-    wiring = SWITCHES["fc-bypass-config"](SWITCHES["layer-dropped"](session.trained))
-    found = search(session, Observed.of(session.measure(wiring)))
+def test_two_switches_together_are_found_as_a_pair(tiny_session):
+    wiring = SWITCHES["fc-bypass-config"](SWITCHES["layer-dropped"](tiny_session.trained))
+    found = search(tiny_session, Observed.of(tiny_session.measure(wiring)))
     assert found.exact and wiring in [r.wiring for r in found.ranked if r.name in found.alike]
     (finding,) = search_findings(found)
     assert finding.code == "M208" and finding.status == "fail" and found.alike[0] in finding.title
 
 
 @pytest.mark.parametrize("strength", ["histogram", "totals"])
-def test_weaker_evidence_gives_a_set_that_holds_the_truth(session, strength):
+def test_weaker_evidence_gives_a_set_that_holds_the_truth(tiny_session, strength):
     for name in ("as trained", "fc-bypass-config", "d2t-absent", "layer-dropped", "token-not-shifted"):
-        wiring = candidates(session.trained, session.contract, session.target.info.layers)[name]
-        found = search(session, Observed.of(session.measure(wiring), strength), pairs=False)
+        wiring = candidates(tiny_session.trained, tiny_session.contract, tiny_session.target.info.layers)[name]
+        found = search(tiny_session, Observed.of(tiny_session.measure(wiring), strength), pairs=False)
         assert not found.exact and name in found.alike
         assert 1 <= len(found.alike) < len(found.ranked) or strength == "totals"
         assert found.odds(found.alike[0]) == pytest.approx(1.0) and min(map(found.odds, found.alike)) >= 1.0
 
 
-def test_the_healthy_drafter_passes(session):
-    (finding,) = search_findings(search(session, Observed.of(session.measure()), pairs=False))
+def test_the_healthy_drafter_passes(tiny_session):
+    (finding,) = search_findings(search(tiny_session, Observed.of(tiny_session.measure()), pairs=False))
     assert finding.status == "pass"
 
 
@@ -77,9 +58,9 @@ def test_observations_are_read_from_bench_and_from_totals(tmp_path):
             Observed.read(file)
 
 
-def test_other_prompts_are_refused(session):
+def test_other_prompts_are_refused(tiny_session):
     with pytest.raises(KitError, match="use the same"):
-        search(session, Observed(((0,),), (1,), 0, 1))
+        search(tiny_session, Observed(((0,),), (1,), 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +82,7 @@ def test_impossible_observations_are_refused_in_a_short_sentence(tmp_path, bad):
     assert len(str(error.value)) < 400
 
 
-def test_more_drafts_than_steps_are_refused(session):
+def test_more_drafts_than_steps_are_refused(tiny_session):
     for observed in (Observed((), (), 1000, 5), Observed((), (0, 0, 0, 0, 0, 0, 1), 6, 1)):
         with pytest.raises(KitError, match="4 steps"):
-            search(session, observed)
+            search(tiny_session, observed)
