@@ -10,7 +10,7 @@ import threading
 from typing import NoReturn
 
 from . import __version__, commands
-from .findings import KitError, plain
+from .findings import KitError, brief, plain
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():  # so that a killed command still clears up
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        for end in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(end) == signal.SIG_DFL:  # nohup ignores the second
+                signal.signal(end, lambda number, _: sys.exit(128 + number))
     try:
         arguments = _parser().parse_args(argv)
         code = arguments.run(arguments)
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except KitError as error:
         if sys.stderr:
-            print(f"kitlib: {plain(str(error))}", file=sys.stderr)
+            print(f"kitlib: {brief(plain(str(error)))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kitlib: stopped.", file=sys.stderr)
@@ -87,8 +89,9 @@ def _command(group, name: str, text: str, run=None) -> Parser:
 
 def _check(one: Parser) -> None:
     add = one.add_argument
-    add("drafter", nargs="?", metavar="DRAFTER", help="a folder or .safetensors file; --launch may name it instead")
-    add("--target", metavar="DIR_OR_CONFIG", help="the target's folder or config.json")
+    text = "a folder, .safetensors file or hub id (org/name[@revision], headers only); --launch may name it instead"
+    add("drafter", nargs="?", metavar="DRAFTER", help=text)
+    add("--target", metavar="DIR_OR_CONFIG", help="the target's folder, config.json or hub id")
     text = "sglang==0.5.9, sglang>=0.5.6,<=0.5.11, vllm==0.20.0, or all (SGLang's; a survey, exit code 0); repeatable"
     add("--engine", action="append", metavar="SPEC", help=text)
     add("--launch", metavar="COMMAND", help="the server's command line, as one quoted string, or @FILE")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .diagnose import Session
     from .launch import Launch
 
+LOG, COMMAND = 64 << 20, 1 << 20  # bytes of a log, and of a command or wiring
+
 
 def _finish(report: Report, as_json: bool) -> int:
     print(report.to_json() if as_json else _colour(str(report)))
@@ -39,15 +41,14 @@ def _launch(text: str | None):
 
     if text and text.startswith("@"):
         try:
-            with open(text[1:], encoding="utf-8") as file:
-                text = file.read(1 << 20)
-        except (OSError, UnicodeDecodeError) as error:
-            raise KitError(f"Cannot read the launch command from {text[1:]} ({error}).") from None
+            text = findings.read_bounded(text[1:], COMMAND, "the launch command").decode()
+        except UnicodeDecodeError as error:
+            raise KitError(f"The launch command in {text[1:]} is no UTF-8 text ({error}).") from None
     return parse(text) if text else Launch()
 
 
 def check(args: argparse.Namespace) -> int:
-    """Pre-flight; a survey over `all` releases ends in 0."""
+    """Pre-flight; a survey over `all` releases ends in 0, unless releases named beside it have errors."""
     from . import checks
 
     launch, engines, more = _said(args)
@@ -64,7 +65,10 @@ def check(args: argparse.Namespace) -> int:
             print(found.to_json())
         raise KitError(unreadable.title)
     code = _finish(found, args.json)
-    return 0 if "all" in (args.engine or ()) else code
+    if "all" not in (args.engine or ()):
+        return code
+    named = tuple(e for e in args.engine if e != "all")
+    return checks.check(drafter, target=target, engines=named, launch=launch).exit_code if named else 0
 
 
 def _said(args: argparse.Namespace) -> tuple[Launch, tuple[str, ...], list[Finding]]:
@@ -82,10 +86,7 @@ def _said(args: argparse.Namespace) -> tuple[Launch, tuple[str, ...], list[Findi
     if args.log:
         from .logs import Log
 
-        try:
-            log = Log.parse(Path(args.log).read_bytes())
-        except OSError as error:
-            raise KitError(f"Cannot read the log {args.log}: {error.strerror}.") from None
+        log = Log.parse(findings.read_bounded(args.log, LOG, "the log"))
         launch = launch if launch.flags else Launch.of_arguments(log.flags)
         found.append(by_log(log))
     if args.train_metrics:
@@ -158,16 +159,16 @@ def _wiring(args: argparse.Namespace) -> Callable:
         return lambda session: session.trained
     if args.wiring == "served":
         launch = _launch(args.launch)
-        release, algorithm = Engine.load(launch.engine).resolve(args.engine)[0], launch.algorithm or "EAGLE3"
+        engine, algorithm = Engine.load(launch.engine), launch.algorithm or "EAGLE3"
+        release = engine.resolve(args.engine)[0]
+        engine.known(release)  # refuses one that is too old, before anything is loaded
         return lambda s: served(s.checkpoint, s.contract, release, target=s.target.info, algorithm=algorithm).wiring
     if args.wiring in FAULTS:
         return lambda session: FAULTS[args.wiring].wiring(session.trained)
+    if not os.path.exists(args.wiring):
+        raise KitError(f"There is no --wiring {args.wiring}; use trained, served, a lab fault or a wiring.json.")
     try:
-        read = Wiring.from_dict(json.loads(Path(args.wiring).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise KitError(
-            f"--wiring {args.wiring}: {error.strerror}; use trained, served, a lab fault or a wiring.json."
-        ) from None
+        read = Wiring.from_dict(json.loads(findings.read_bounded(args.wiring, COMMAND, "the wiring")))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise KitError(f"{args.wiring} is no wiring ({error}); `lab plant` writes one.") from None
     return lambda _: read
@@ -235,16 +236,17 @@ def bench(args: argparse.Namespace) -> int:
 
     if min(args.clients, args.max_new_tokens) < 1 or args.count < 0:
         raise KitError("--clients and --max-new-tokens must be at least 1, --count at least 0.")
+    if args.dtype not in ("float32", "bfloat16", "float16"):
+        raise KitError(f"--dtype is {args.dtype!r}; give the server's: float32, bfloat16 or float16.")
     key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
     prompts = read_prompts(args.prompts or lab.PROMPTS, args.count)
     options = {"max_new_tokens": args.max_new_tokens, "clients": args.clients}
-    attached = server.attach(args.server, key)
-    attached.require()
+    attached, plain = server.attach(args.server, key), server.attach(args.baseline, key) if args.baseline else None
+    for one in filter(None, (attached, plain)):  # both, before minutes go by
+        one.require()
     run = server.bench(attached, prompts, **options)
     extra, findings = {"bench": run.to_dict()}, server.health_findings(attached, run)
-    if args.baseline:
-        plain = server.attach(args.baseline, key)
-        plain.require()
+    if plain:
         other = server.bench(plain, prompts, **options)
         extra["compared"] = server.compare(run, other)
         gaps = server.tie_gaps(plain, run, other) if args.dtype != "float32" else {}

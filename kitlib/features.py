@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .contract import TargetInfo, Wiring
 from .drafter import choose_device, choose_dtype
-from .findings import KitError, write_atomic
+from .findings import KitError, read_bounded, write_atomic
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,10 @@ def read_prompts(path: str | Path, count: int = 0) -> list:
     """Prompts of a JSONL file: {"prompt": text}, {"messages": […]} or {"ids": […]} a line; 0 takes all."""
     prompts, number = [], 0
     try:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
+        for line in read_bounded(path, 64 << 20, "the prompts").decode().splitlines():
             number += 1
             if line.strip():
                 prompts.append(_prompt(json.loads(line)))
-    except OSError as error:
-        raise KitError(f"Cannot read the prompts {path}: {error.strerror}; give a JSONL file.") from None
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise KitError(
             f'{path}, line {number}, is not {{"prompt": text}}, {{"messages": […]}} or {{"ids": […]}}.'

@@ -90,9 +90,9 @@ class Finding:
             code,
             entry["slug"],
             status,
-            title=title or entry["title" if failed else "pass_title"],
+            title=brief(title or entry["title" if failed else "pass_title"]),
             engine=engine,
-            evidence=tuple(evidence),
+            evidence=tuple(replace(e, text=brief(e.text)) for e in evidence),
             fix=fix or (Fix(entry["fix"]) if failed else None),
             **{**texts, **overrides},
         )
@@ -137,7 +137,7 @@ class Report:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        return tuple(f for f in self.findings if f.status == "fail" and not f.is_error)
+        return tuple(f for f in self.findings if f.status == "fail" and f.severity == "warning")
 
     @property
     def exit_code(self) -> int:
@@ -238,9 +238,32 @@ def explain(code: str) -> str:
     return "\n".join(parts)
 
 
+def brief(text: str, most: int = 1000) -> str:
+    """The text, its middle left out where a file made it longer than anybody reads."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
+
+
 def plain(text: str) -> str:
     """One line that a terminal shows as it is: names in files may hold line ends and escape sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def read_bounded(path: str | Path, most: int, what: str) -> bytes:
+    """A whole file, or what a pipe holds; KitError above `most` bytes: `/dev/zero` and old logs have no end."""
+    try:
+        with open(path, "rb", opener=_never_waiting) as file:
+            os.set_blocking(file.fileno(), True)
+            data = file.read(most + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in a path
+        raise KitError(f"Cannot read {what} {path}: {getattr(error, 'strerror', None) or error}.") from None
+    if len(data) > most:
+        raise KitError(f"{path} is larger than {most >> 20} MB, too large for {what}; cut out the part that matters.")
+    return data
+
+
+def _never_waiting(path: str, flags: int) -> int:
+    """A pipe that nobody writes to is empty; to open it would take for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_atomic(path: str | Path, data: str | bytes) -> Path:

@@ -59,14 +59,17 @@ class Launch:
         return str(self.flags.get("model-path", ""))
 
     def number(self, flag: str) -> int | None:
-        """An integer flag; None when absent, KitError when it is no integer."""
+        """A count among the flags; None when absent, KitError when it is no whole number from 1 to 2**24."""
         value = self.flags.get(flag)
         if value is None:
             return None
         try:
-            return int(value)
-        except (TypeError, ValueError):
+            number = int(value)
+        except (TypeError, ValueError, OverflowError):
             raise KitError(f"--{flag} is {value!r} in the launch command, not a whole number.") from None
+        if not 1 <= number <= 1 << 24:
+            raise KitError(f"--{flag} is {value!r} in the launch command; that is no sensible number.")
+        return number
 
 
 def parse(text: str) -> Launch:

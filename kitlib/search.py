@@ -18,13 +18,14 @@ import numpy as np
 from .acceptance import Acceptance
 from .contract import Contract, Wiring, default_boundaries
 from .diagnose import Session
-from .findings import Evidence, Finding, KitError
+from .findings import Evidence, Finding, KitError, read_bounded
 
 MATRICES = tuple(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo") + tuple(
     f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
 )
 NORMS = tuple(f"layers.0.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
-LARGEST, DEEPEST = 1 << 24, 256  # bytes of a file of observations; drafts that one round may accept
+LARGEST, ROUNDS = 1 << 24, 1 << 22  # bytes of a file of observations; rounds that it may tell one by one
+DEEPEST = 256  # drafts that one round may accept
 BEAM, KEEP, FIRST = 5, 10, 4  # pairs are built on so many; singles that see all prompts; prompts of the first look
 Switch = Callable[[Wiring], Wiring]
 
@@ -92,12 +93,12 @@ class Observed:
     def read(cls, path: str | Path) -> Observed:
         """From the JSON of `bench`, or {"rounds"}, {"histogram"} or {"accepted", "verified"}."""
         try:
-            if Path(path).stat().st_size > LARGEST:
-                raise KitError(f"{path} is too large for counts; give the JSON of `bench` or a histogram.")
-            raw = json.loads(Path(path).read_bytes())
+            raw = json.loads(read_bounded(path, LARGEST, "counts"))
             raw = raw.get("bench", raw)
             each = [r["counts"]["histogram"] for r in sorted(raw.get("requests") or (), key=lambda r: r["prompt"])]
-            given = raw.get("rounds") or [[k for k, n in enumerate(_counts(h)) for _ in range(n)] for h in each]
+            if sum(sum(_counts(h)) for h in each) > ROUNDS:
+                raise ValueError("there are too many of them")
+            given = raw.get("rounds") or [[k for k, n in enumerate(h) for _ in range(n)] for h in each]
             rounds = tuple(tuple(sorted(_counts(r, DEEPEST))) for r in given)
             flat = [k for r in rounds for k in r]
             counted = _counts(np.bincount(flat).tolist() if flat else raw.get("histogram") or [])
@@ -106,8 +107,6 @@ class Observed:
             if counted and told != (a, v):
                 raise ValueError(f"its histogram has {a} accepted in {v} rounds, beside it stands {told}")
             found = cls(rounds, counted, *told)
-        except OSError as error:
-            raise KitError(f"Cannot read {path}: {error.strerror}.") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = str(error)[:100] or type(error).__name__
             raise KitError(f"{path} tells no rounds, histogram, or accepted and verified ({reason}).") from None

@@ -16,9 +16,9 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from .findings import KitError
+from .findings import KitError, read_bounded
 
-MOST = 64 << 20  # bytes of a log
+MOST, LONGEST = 32 << 20, 4 << 20  # bytes of a log; characters of the JSON in it
 KINDS = {  # name in the log, with its step -> (kind, who writes it, what it leaves out)
     r"full_acc_(\d{1,3})": ("joint", "speculators", "tokens outside the draft vocabulary are not counted"),
     r"cond_acc_(\d{1,3})": ("conditional", "speculators", "tokens outside the draft vocabulary are not counted"),
@@ -66,7 +66,7 @@ class Training:
     def bracket(self, steps: int, coverage: float = 1.0) -> tuple[float, float]:
         """Where only the first step is known: all later ones fail, or all are as good; `coverage` of the vocabulary."""
         c = self.conditional[0] * coverage
-        return 1 + c, 1 + math.fsum(c**k for k in range(1, steps + 1))
+        return 1 + c, 1 + (c * (1 - c**steps) / (1 - c) if c < 1 else steps)
 
     @property
     def formula(self) -> str:
@@ -80,13 +80,7 @@ def silence(first: float, rounds: int) -> float:
 
 def read_training(path: str | Path) -> Training:
     """The newest accuracies of a file; KitError where it holds none."""
-    path = Path(path)
-    try:
-        if path.stat().st_size > MOST:
-            raise KitError(f"{path} is larger than {MOST >> 20} MB; cut the end of the log off and name that.")
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise KitError(f"Cannot read the training metrics {path}: {error.strerror}.") from None
+    text = read_bounded(path, MOST, "the training metrics").decode("utf-8", "replace")
     found: dict[tuple[str, str], dict[int, float]] = {}  # by prefix (val/, train/) and pattern; the last one wins
     above = False
     for prefix, name, value in _pairs(text):
@@ -123,7 +117,9 @@ def _pairs(text: str) -> Iterator[tuple[str, str, float]]:
 
 def _lists(text: str) -> Iterator[tuple[str, list[float]]]:
     """Lists of accuracies in a JSON object, or in the last line of JSON lines."""
-    for piece in (text, *reversed(text.splitlines()[-50:])):
+    for piece in (text, *reversed(text[-LONGEST:].splitlines()[-50:])):
+        if len(piece) > LONGEST:
+            continue
         try:
             value: Any = json.loads(piece)
         except (ValueError, RecursionError):

@@ -9,6 +9,7 @@ from tiny import HIDDEN, LAYERS, contract_of, write_drafter
 
 from kitlib.checkpoint import Checkpoint
 from kitlib.contract import Contract, Rope, TargetInfo, Wiring, default_boundaries
+from kitlib.contract.dialects import doubts
 from kitlib.findings import KitError
 
 
@@ -117,3 +118,72 @@ def test_wirings_differ_by_name_and_survive_json():
     two = one.but(fc=False, capture="final")
     assert one.diff(two) == {"capture": ("boundaries", "final"), "fc": (True, False)} and one.diff(one) == {}
     assert Wiring.from_dict(json.loads(json.dumps(two.to_dict()))) == two
+
+
+# Dialects beyond the first ones ---------------------------------------------------------------------------------------
+
+
+def contract_config(folder):
+    return Checkpoint.open(folder).config
+
+
+def test_angelslim_is_known_by_its_config_and_stores_no_ids(tmp_path, tiny_target):
+    """AngelSlim 0.5.0: Eagle3LlamaForCausalLM, target_model_type; it takes 1, N//2-1, N-4, which is the default."""
+    folder = write_drafter(tmp_path / "d", architectures=["Eagle3LlamaForCausalLM"], target_model_type="qwen3")
+    _, contract, trained = contract_of(folder, tiny_target)
+    assert contract.dialect.name == "angelslim" and contract.ids is None
+    assert trained.boundaries == default_boundaries(LAYERS) and trained.residual == "hidden"
+    edit(folder, eagle_aux_hidden_state_layer_ids=[0, 3, 5])  # where somebody adds them, they are layer outputs
+    assert contract_of(folder, tiny_target)[2].boundaries == (1, 4, 6)
+
+
+@pytest.mark.parametrize("rename", [("layers.0.", "model.layers.0."), ("", "")])
+def test_automodel_is_known_by_its_names_or_its_class(tmp_path, tiny_target, rename):
+    """NeMo Automodel: model. before the layer, layer-output ids, EAGLE-3.1 with the engines' meaning of norm_output."""
+    more = {"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 5]}
+    folder = write_drafter(tmp_path / "d", rename=rename, architectures=["LlamaEagle3DraftModel"], **more)
+    _, contract, trained = contract_of(folder, tiny_target)
+    assert contract.dialect.name == "automodel" and trained.boundaries == (1, 4, 6)
+    assert trained.fc_norm and trained.feedback == "post-norm" and not doubts(contract_config(folder), contract.dialect)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_what_specforge_meant_by_norm_output_is_left_open(tmp_path, tiny_target, said):
+    """SpecForge before its PR 879 fed back the un-normed state whatever the flag said; the file has no version."""
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    folder = write_drafter(tmp_path / "d", norm_output=said, **ids)
+    _, contract, trained = contract_of(folder, tiny_target)
+    assert contract.dialect.name == "specforge" and (trained.feedback == "post-norm") == said
+    assert "879" in doubts(contract_config(folder), contract.dialect)["norm_output"]
+    edit(folder, kitlib={"converted_from": "speculators"})  # then it was never SpecForge's
+    assert doubts(contract_config(folder), contract.dialect) == {}
+    plain = write_drafter(tmp_path / "plain", **ids)
+    assert doubts(contract_config(plain), contract_of(plain, tiny_target)[1].dialect) == {}
+
+
+@pytest.mark.parametrize(
+    ("ids", "boundaries", "why"),
+    [
+        ([1, 3, 4], (2, 4, 5), "layer-output"),
+        ([2, 4, 5], (2, 4, 5), "equal the common default"),
+        ([4, 6, 8], (4, 6, 8), "no layer has the last number"),
+        ([0, 3, 5], (1, 4, 6), "layer-output"),
+    ],
+)
+def test_layer_output_ids_that_can_only_be_boundaries(tmp_path, tiny_target, ids, boundaries, why):
+    folder = write_drafter(tmp_path / "d", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    _, contract, trained = contract_of(folder, tiny_target)
+    assert trained.boundaries == boundaries and why in contract.sources["boundaries"]
+
+
+@pytest.mark.parametrize("name", ["transformer_layer_config", "speculators_config", "eagle_config"])
+def test_a_table_that_is_none_makes_the_config_unreadable(tmp_path, tiny_target, name):
+    info = TargetInfo.of(tiny_target)
+    for value, kind in ((["a"], "a list"), ("a", "a string"), (3, "a number"), (False, "a boolean")):
+        folder = edit(write_drafter(tmp_path / f"{name}{kind}"), **{name: value})
+        assert (
+            Contract.of(Checkpoint.open(folder), info).malformed
+            == f"{name} in config.json is {kind}, not a table of fields"
+        )
+    folder = edit(write_drafter(tmp_path / "fine"), **{name: {}})
+    assert not Contract.of(Checkpoint.open(folder), info).malformed

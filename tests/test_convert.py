@@ -219,7 +219,7 @@ TWO_LAYERS = speculators(
     ("config", "kind", "to", "code", "says"),
     [
         (speculators(norm_before_residual=True), {}, "sglang==0.5.20", "K123", "no later release"),
-        (speculators(norm_before_residual=True), {}, "vllm==0.10.0", "K123", "0.11"),
+        (speculators(norm_before_residual=True), {}, "vllm==0.10.0", "K123", "--to vllm==0.13.0"),
         (speculators(norm_before_residual=True), {}, "specforge", "K123", "cannot do norm_before_residual"),
         (speculators(norm_output=True), {}, "sglang==0.5.9", "K123", "--to sglang==0.5.12"),
         (speculators(norm_output=True), {}, "vllm==0.20.0", "K123", "0.22.1"),
@@ -312,7 +312,7 @@ def test_two_tensors_with_one_new_name_are_refused(tmp_path):
         ("sglang>=0.5.6,<=0.5.9", "4 releases"),
         ("sglang==0.1", "older"),
         ("vllm==0.9", "older"),
-        ("vllm>=0.11", "not one release"),
+        ("vllm>=0.11", "10 releases"),
         ("trtllm", "Cannot convert to"),
         ("specforge==1", "Cannot convert to"),
     ],

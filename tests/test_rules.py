@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from tiny import HIDDEN, contract_of, write_drafter
 
 from kitlib.contract import TargetInfo
-from kitlib.engines import Engine, accept_rate, rules, served
+from kitlib.engines import Engine, accept_rate, data, layers, served
 from kitlib.findings import KitError
 
 SGLANG = Engine.load("sglang")
@@ -59,7 +60,7 @@ def test_id_rules_are_known_and_do_not_overlap():
 def test_algorithms_and_formulas_are_known(release):
     for name in ("EAGLE", "EAGLE3"):
         assert len(SGLANG.entries("algorithm", release, name=name)) == 1
-    assert SGLANG.entry("rate", release)["formula"] in rules.RATES
+    assert SGLANG.entry("rate", release)["formula"] in data.RATES
 
 
 def test_specifiers():
@@ -82,10 +83,10 @@ def test_releases_that_were_not_read_borrow_and_say_so():
 
 def test_a_new_release_is_a_data_change(tmp_path, monkeypatch, tiny_target):
     """A fictitious 0.6.0 that renames the layer is one row; no code changes."""
-    data = {**SGLANG.data, "engine": {**SGLANG.data["engine"], "read": [*SGLANG.releases, "0.6.0"]}}
-    old = [{**r, "window": r["window"] + ",<0.6"} if r["window"] == ">=0.5.12" else r for r in data["loader"]]
-    row = {**data["loader"][-1], "window": ">=0.6", "block": "decoder", "rename": [], "source": "fictitious"}
-    monkeypatch.setattr(rules, "_load", lambda name: Engine(name, {**data, "loader": [*old, row]}))
+    known = {**SGLANG.data, "engine": {**SGLANG.data["engine"], "read": [*SGLANG.releases, "0.6.0"]}}
+    old = [{**r, "window": r["window"] + ",<0.6"} if r["window"] == ">=0.5.12" else r for r in known["loader"]]
+    row = {**known["loader"][-1], "window": ">=0.6", "block": "decoder", "rename": [], "source": "fictitious"}
+    monkeypatch.setattr(data, "_load", lambda name: Engine(name, {**known, "loader": [*old, row]}))
     checkpoint, contract, _ = contract_of(write_drafter(tmp_path / "d"), tiny_target)
     info = TargetInfo.of(tiny_target)
     assert len(served(checkpoint, contract, "0.6.0", target=info).of("dropped")) == 10
@@ -216,3 +217,109 @@ def test_latent_attention_is_known_by_its_names(tmp_path, tiny_target):
     assert served(broken, half, "0.5.20", target=info).missing == (f"{p}kv_b_proj.weight",)
     with pytest.raises(KitError, match="not replayed"):
         load_drafter(checkpoint, contract, trained, torch.zeros(24, HIDDEN))
+
+
+# Layer ids, both ways -----------------------------------------------------------------------------------------------
+
+NAMED = sorted({c for t in ("id_rule", "last_boundary") for r in SGLANG.data[t] for c in r["classes"]})
+
+
+def depth(architecture: str, layers: int = 36) -> TargetInfo:
+    return TargetInfo(architecture, HIDDEN, 24, layers, False, None, {})
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", *NAMED])
+def test_ids_that_are_written_are_captured_as_meant(architecture):
+    """In every release that reads ids, for classes with a rule of their own and one without; or none can be written."""
+    info, impossible = depth(architecture), set()
+    for release in (r for r in SGLANG.releases if layers.reads_ids(SGLANG, r)):
+        last = layers.last_boundary(SGLANG, release, info)
+        for boundaries in ((2, 18, 33), (3, 18, 33), (1, 5, 9), (2, 18, last), (0, 1, 2), (7, 20, 31, 34)):
+            found = layers.ids_for(boundaries, SGLANG, release, info)
+            if found is None:
+                impossible.add((release, boundaries))
+            else:
+                assert layers.captured(found[0], SGLANG, release, info) == boundaries
+                assert found[0] == [b - found[1] for b in boundaries]
+    old = {r for r in SGLANG.releases if not SGLANG.entries("id_rule", r)}
+    assert {b for r, b in impossible if r in old} == {(0, 1, 2)}  # id -1 is none
+    as_they_are = "first-is-1" in {
+        r["rule"] for r in SGLANG.entries("id_rule", "0.5.23") if architecture in r["classes"]
+    }
+    assert ((1, 5, 9) in {b for _, b in impossible}) == as_they_are
+
+
+def test_states_are_captured_in_ascending_order_and_once():
+    assert layers.captured([17, 2, 33], SGLANG, "0.5.20", depth("LlamaForCausalLM")) == (3, 18, 34)
+    assert layers.captured([2, 2, 33], SGLANG, "0.5.20", depth("LlamaForCausalLM")) == (3, 34)
+    assert layers.captured(None, SGLANG, "0.5.20", None) is None
+
+
+def test_how_far_targets_reach():
+    assert layers.last_boundary(SGLANG, "0.5.16", depth("GptOssForCausalLM")) == 35
+    assert layers.last_boundary(SGLANG, "0.5.17", depth("GptOssForCausalLM")) == 36
+    assert layers.last_boundary(Engine.load("vllm"), "0.20.0", depth("AnyForCausalLM")) == 36
+
+
+# What makes a release refuse a drafter, and which finding tells it ---------------------------------------------------
+
+REFUSED = [
+    ("sglang", "0.5.9", {"architectures": ["LlamaForCausalLM"]}, "K120", "not registered"),
+    ("sglang", "0.5.9", {"num_hidden_layers": 2}, "K120", "builds exactly one"),
+    ("sglang", "0.5.9", {"num_attention_heads": None}, "K120", "num_attention_heads is 'None' in config.json"),
+    ("sglang", "0.5.9", {"intermediate_size": "48"}, "K120", "where a number is needed"),
+    ("sglang", "0.5.9", {"draft_vocab_size": ...}, "K120", "has no draft_vocab_size"),
+    ("sglang", "0.5.1", {"draft_vocab_size": None}, "K120", "says null for draft_vocab_size"),
+    ("sglang", "0.5.2", {"draft_vocab_size": None}, "K106", "lm_head.weight has 12 rows"),
+    ("sglang", "0.5.2", {"draft_vocab_size": None, "drop": ["lm_head.weight"]}, "", ""),  # the target's head
+    ("sglang", "0.4.8", {"drop": ["d2t"]}, "K110", "no d2t"),
+    ("sglang", "0.4.8", {"rename": ("", "")}, "K102", "raises KeyError"),
+    ("sglang", "0.5.11", {"extra": {"fc.weight": torch.ones(HIDDEN, 4 * HIDDEN)}}, "K106", "takes 4 states"),
+    ("sglang", "0.5.12", {"extra": {"fc.weight": torch.ones(HIDDEN, 4 * HIDDEN)}}, "K106", "builds fc for 3"),
+    (
+        "sglang",
+        "0.5.12",
+        {"extra": {"fc.weight": torch.ones(HIDDEN, 4 * HIDDEN)}, "num_aux_hidden_states": 4},
+        "",
+        "",
+    ),
+    ("vllm", "0.20.0", {"draft_vocab_size": ...}, "K106", "builds 24"),
+    ("vllm", "0.20.0", {"rename": ("layers.0.", "model.layers.0.")}, "K102", "raises KeyError"),
+    ("vllm", "0.31.0", {"rename": ("layers.0.", "model.layers.0.")}, "K102", "raises ValueError"),
+    ("vllm", "0.10.0", {}, "K120", "not registered"),
+    ("vllm", "0.16.0", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "K120", "not registered"),
+    ("vllm", "0.20.0", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "", ""),
+]
+
+
+@pytest.mark.parametrize(("engine", "release", "changes", "code", "why"), REFUSED)
+def test_why_a_release_refuses(tmp_path, tiny_target, engine, release, changes, code, why):
+    checkpoint, contract, _ = contract_of(write_drafter(tmp_path / "d", **changes), tiny_target)
+    state = served(checkpoint, contract, release, target=TargetInfo.of(tiny_target), engine=engine)
+    assert state.refused_as == code and why in state.refused and bool(state.refused) == bool(code)
+
+
+def test_method_eagle_is_refused_by_vllm_as_an_algorithm(tmp_path, tiny_target):
+    checkpoint, contract, _ = contract_of(write_drafter(tmp_path / "d"), tiny_target)
+    state = served(checkpoint, contract, "0.20.0", target=TargetInfo.of(tiny_target), algorithm="EAGLE", engine="vllm")
+    assert state.refused_as == "K130" and "prefix Eagle" in state.refused
+
+
+@pytest.mark.parametrize("form", ["flat", "nested"])
+def test_a_layer_that_the_config_asks_for_and_the_file_lacks(tmp_path, tiny_target, form):
+    folder = write_drafter(tmp_path / "d", rename=("", ""), num_hidden_layers=2)
+    if form == "nested":
+        flat = json.loads((folder / "config.json").read_text())
+        whole = {"speculators_model_type": "eagle3", "transformer_layer_config": flat}
+        (folder / "config.json").write_text(json.dumps(whole | {"draft_vocab_size": flat.pop("draft_vocab_size")}))
+    checkpoint, contract, _ = contract_of(folder, tiny_target)
+    for release in ("0.11.0", "0.33.0"):
+        state = served(checkpoint, contract, release, target=TargetInfo.of(tiny_target), engine="vllm")
+        assert not state.refused and {n[:9] for n in state.missing} == {"layers.1."} and len(state.missing) == 9
+
+
+def test_vllm_s_tables_have_one_row_a_release():
+    vllm = Engine.load("vllm")
+    for table in (t for t in ONE_ROW if t != "unloaded"):
+        for release in vllm.releases:
+            assert len(vllm.entries(table, release)) == 1, f"{table} has not one row for {release}"

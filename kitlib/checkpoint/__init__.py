@@ -13,7 +13,8 @@ import numpy as np
 
 from ..findings import KitError
 from . import headers
-from .headers import AGAIN, BITS, NUMPY, CheckpointError, TensorInfo, read_json, read_spans, short
+from .headers import AGAIN, BITS, NUMPY, CheckpointError, Remote, TensorInfo, read_json, read_spans, short
+from .hub import HubError, Repository, named
 
 __all__ = ["INDEX", "Checkpoint", "CheckpointError", "TensorInfo", "canonical", "prefix_of"]
 
@@ -60,28 +61,37 @@ def canonical(name: str) -> str | None:
 class Checkpoint:
     """A model's files, headers only; `open` raises CheckpointError if they are unsound."""
 
-    path: Path  # what the user named: a directory or a file
-    files: tuple[Path, ...]
+    path: Path  # what the user named: a directory, a file or a hub id
+    files: tuple[Path | Remote, ...]
     config: dict = field(repr=False)  # {} when there is no config.json
-    config_path: Path | None
+    config_path: Path | Remote | None
     tensors: dict[str, TensorInfo] = field(repr=False)
-    metadata: dict[Path, dict[str, str]] = field(repr=False)  # each file's own `__metadata__`
+    metadata: dict[Path | Remote, dict[str, str]] = field(repr=False)  # each file's own `__metadata__`
+    hub: Repository | None = field(default=None, repr=False)  # where the files are, if not here
 
     canonical = staticmethod(canonical)
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
-        """Open a directory, a sharded directory with its index, or a single .safetensors file."""
+    def open(cls, path: str | Path, *, hub: bool = False) -> Checkpoint:
+        """Open a directory, a sharded directory with its index, or a single .safetensors file.
+
+        `hub`: a hub id is opened as well, by range requests; else HubError says to download it first.
+        """
+        if (repository := named(path)) and not hub:
+            why = f"There is no folder {repository} here, and only `check` looks into a hub repository"
+            raise HubError(f"{why}; check the spelling, or download it first: {repository.download()}")
         path = Path(path)
-        with headers.readable(path):
-            path.stat()
-        folder = path if path.is_dir() else path.parent
+        if not repository:
+            with headers.readable(path):
+                path.stat()
+        whole = bool(repository) or path.is_dir()
+        folder = repository or (path if whole else path.parent)
         listed: dict[str, str] = {}
-        if path.name == INDEX or (path.is_dir() and os.path.lexists(path / INDEX)):
+        if path.name == INDEX or (whole and _has(folder, INDEX)):
             listed = _index(folder)
             files = tuple(_shard(folder, shard) for shard in sorted(set(listed.values())))
         else:
-            files = (_only_file(path) if path.is_dir() else path,)
+            files = (_only_file(folder) if whole else path,)
         tensors: dict[str, TensorInfo] = {}
         metadata = {}
         for file in files:
@@ -92,9 +102,9 @@ class Checkpoint:
         if not tensors:
             raise CheckpointError(path, "holds no tensors")
         config = folder / "config.json"
-        if not os.path.lexists(config):
-            return cls(path, files, {}, None, tensors, metadata)
-        return cls(path, files, read_json(config), config, tensors, metadata)
+        if not _has(folder, "config.json"):
+            return cls(path, files, {}, None, tensors, metadata, repository)
+        return cls(path, files, read_json(config), config, tensors, metadata, repository)
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """A tensor or some rows of it (first axis); bf16 becomes float32, a packed dtype raises KitError."""
@@ -152,9 +162,14 @@ def _decode(data: np.ndarray, dtype: str) -> np.ndarray:  # data: uint8 [nbytes]
     return values != 0 if dtype == "BOOL" else values
 
 
-def _only_file(folder: Path) -> Path:
+def _has(folder: Path | Repository, name: str) -> bool:
+    return name in folder.names if isinstance(folder, Repository) else os.path.lexists(folder / name)
+
+
+def _only_file(folder: Path | Repository) -> Path | Remote:
     with headers.readable(folder):
-        names = sorted(entry for entry in os.listdir(folder) if not entry.startswith("."))
+        entries = folder.names if isinstance(folder, Repository) else os.listdir(folder)
+    names = sorted(entry for entry in entries if not entry.startswith("."))
     found = [name for name in names if name.endswith(".safetensors")]
     if len(found) == 1:
         return folder / found[0]
@@ -167,33 +182,37 @@ def _only_file(folder: Path) -> Path:
     raise CheckpointError(folder, "holds no .safetensors file", "pass the directory that holds the weights")
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _index(folder: Path | Repository) -> dict[str, str]:
     """The index's map from tensor name to shard name."""
     path = folder / INDEX
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(s, str) for s in listed.values()):
         raise CheckpointError(path, "has no weight_map from tensor names to shard names")
-    if "model.safetensors" not in listed.values() and os.path.lexists(folder / "model.safetensors"):
+    if "model.safetensors" not in listed.values() and _has(folder, "model.safetensors"):
         what = "does not list the model.safetensors beside it, and engines differ in which they load"
         raise CheckpointError(path, what, "pass the file itself, or move one of the two away")
     return listed
 
 
-def _shard(folder: Path, shard: str) -> Path:
+def _shard(folder: Path | Repository, shard: str) -> Path | Remote:
     """The file an index names, provided it lies in the folder (or in the hub cache's blobs that serve it)."""
     index = folder / INDEX
-    with headers.readable(index):  # a name with a NUL byte cannot be looked up
-        home, real = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / shard))
-    homes = [home] + [up.parent / "blobs" for up in home.parents if up.name == "snapshots"]
-    if Path(shard).name != shard or not any(map(real.is_relative_to, homes)):
-        what = f"names the shard {short(shard)}, which does not lie in its folder and is not followed"
-        raise CheckpointError(index, what, "put the files there and list them by plain name")
-    if not os.path.lexists(real):
+    if isinstance(folder, Repository):
+        there = shard in folder.names
+    else:
+        with headers.readable(index):  # a name with a NUL byte cannot be looked up
+            home, real = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / shard))
+        homes = [home] + [up.parent / "blobs" for up in home.parents if up.name == "snapshots"]
+        if Path(shard).name != shard or not any(map(real.is_relative_to, homes)):
+            what = f"names the shard {short(shard)}, which does not lie in its folder and is not followed"
+            raise CheckpointError(index, what, "put the files there and list them by plain name")
+        there = os.path.lexists(real)
+    if not there:
         raise CheckpointError(index, f"names the shard {short(shard)}, which is missing", AGAIN)
     return folder / shard
 
 
-def _agree(file: Path, found: set[str], expected: set[str]) -> None:
+def _agree(file: Path | Remote, found: set[str], expected: set[str]) -> None:
     for names, verb in ((expected - found, "lists"), (found - expected, "does not list")):
         if names:
             what = f"disagrees with {INDEX}, which {verb} {len(names)} tensors in it ({short(min(names))} …)"

@@ -20,6 +20,7 @@ import numpy as np
 from ..findings import KitError
 
 MAX_JSON = 100_000_000  # bytes; the safetensors library's own limit for a header
+MAX_VALUES = 4_000_000  # of a JSON file; a header has eight a tensor
 # Every dtype the format names (safetensors 0.8.0): numpy's code where the kit decodes it; bits per value.
 NUMPY = {"BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2"}
 NUMPY |= {"I32": "<i4", "U32": "<u4", "F32": "<f4", "I64": "<i8", "U64": "<u8", "F64": "<f8", "C64": "<c8"}
@@ -50,6 +51,18 @@ class CheckpointError(KitError):
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{shown} {self.sentence}"))
 
 
+class Remote(os.PathLike):
+    """A file that is not on this machine; `hub.HubFile` is one. Its path is only printed."""
+
+    name: str
+
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def read(self, start: int, count: int) -> bytes:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Where one tensor lies: its dtype as safetensors spells it, its shape, and its bytes in `file`."""
@@ -57,12 +70,12 @@ class TensorInfo:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    file: Path
+    file: Path | Remote
     start: int  # absolute byte offset in `file`
     nbytes: int
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def read_header(path: Path | Remote) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors a file declares and its `__metadata__`; CheckpointError unless they fill it exactly."""
     size = file_size(path)
     head = bytes(read_spans(path, [(0, min(size, 8))]))
@@ -120,13 +133,16 @@ def _fault(dtype: object, shape: object, offsets: object, room: int) -> str | No
     return None
 
 
-def read_json(path: Path, start: int = 0, count: int | None = None) -> dict:
+def read_json(path: Path | Remote, start: int = 0, count: int | None = None) -> dict:
     """Strict JSON from a file or a part of it: one object, no key twice, finite numbers, printable text."""
     count = file_size(path) if count is None else count
     if count > MAX_JSON:
         raise CheckpointError(path, f"has {count} bytes, too many for a JSON file", "put the right one there")
     try:
-        text = bytes(read_spans(path, [(start, count)])).decode("utf-8")
+        raw = bytes(read_spans(path, [(start, count)]))
+        if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:  # before each of them becomes an object in memory
+            raise ValueError(f"it has more than {MAX_VALUES} values")
+        text = raw.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
         if "\\u" in text:  # escapes can spell half a character, which no output could carry
             json.dumps(value, ensure_ascii=False).encode()
@@ -151,8 +167,10 @@ def _finite(text: str) -> float:
     return number
 
 
-def file_size(path: Path) -> int:
+def file_size(path: Path | Remote) -> int:
     """Bytes of a regular file; a pipe or device, which would block or never end, is refused."""
+    if isinstance(path, Remote):
+        return path.size()
     with readable(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -160,8 +178,10 @@ def file_size(path: Path) -> int:
     return status.st_size
 
 
-def read_spans(path: Path, spans: list[tuple[int, int]]) -> np.ndarray:
+def read_spans(path: Path | Remote, spans: list[tuple[int, int]]) -> np.ndarray:
     """The bytes of some (start, count) spans, one after the other: uint8 [sum of counts]."""
+    if isinstance(path, Remote):
+        return np.frombuffer(b"".join(path.read(start, count) for start, count in spans if count), np.uint8)
     out = np.empty(sum(count for _, count in spans), np.uint8)
     view, done = memoryview(out), 0
     with readable(path), open(path, "rb", buffering=0) as file:

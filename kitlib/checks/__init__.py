@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..findings import Evidence, Finding, KitError, Report, merge_engines
 from ..launch import Launch
 from . import files, flags, serving, weights, wiring
 from .case import Case, Check
+from .fixes import refusals, settled
 
 CHECKS: tuple[Check, ...] = (
     files.readable,
@@ -38,6 +40,22 @@ CHECKS: tuple[Check, ...] = (
     serving.known_engine_bug,
 )
 ONCE = (files.readable, files.shapes, files.vocab_map, weights.untrained_weights, wiring.target_pair)  # of any release
+BLIND = {  # without a readable config, what these say would be invented; and the code of each
+    files.missing_weights: "K103",
+    weights.unused_weights: "K104",
+    files.shapes: "K106",
+    weights.quantization: "K107",
+    files.vocab_map: "K110",
+    files.shared_weights: "K111",
+    files.untrained_embedding: "K105",
+    wiring.target_pair: "K112",
+    wiring.rope: "K121",
+    wiring.context_length: "K122",
+    wiring.norm_wiring: "K123",
+    flags.aux_layers: "K132",
+    flags.fc_bypassed: "K133",
+    serving.known_engine_bug: "K136",
+}
 
 
 def check(
@@ -50,43 +68,83 @@ def check(
     """Run every check for every release. Raises KitError only for unusable arguments, never for a sick drafter."""
     launch = launch or Launch()
     for flag in ("speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens", "context-length"):
-        if (number := launch.number(flag)) is not None and not 1 <= number <= 1 << 24:
-            raise KitError(f"--{flag} is {number} in the launch command; that is no sensible number.")
-    engine = _engine(engines, launch)
-    releases = list(dict.fromkeys(r for spec in engines for r in engine.resolve(spec)))
-    subject = {
-        "drafter": str(drafter),
-        "target": str(target or ""),
-        "engines": [f"{engine.name}=={r}" for r in releases],
-    }
+        launch.number(flag)
+    releases = _releases(engines, launch)
+    names = [f"{name}=={release}" for name, release in releases]
+    subject = {"drafter": str(drafter), "target": str(target or ""), "engines": names}
     try:
-        checkpoint = Checkpoint.open(drafter)
+        checkpoint = Checkpoint.open(drafter, hub=True)
     except CheckpointError as error:
         finding = Finding.of("K101", str(error), evidence=[Evidence("header", str(error))])
         return Report(subject, (finding,))
     info = TargetInfo.of(target) if target else None
     contract = Contract.of(checkpoint, info)
-    found: list[tuple[str, Finding]] = []
-    caveats: list[str] = []
-    for release in releases:
-        algorithm = launch.algorithm if launch.flags else "EAGLE3"
-        state = served(checkpoint, contract, release, target=info, algorithm=algorithm or "EAGLE3", engine=engine.name)
-        case = Case(checkpoint, contract, info, launch, state)
-        caveats += [state.caveat] if state.caveat else []
-        due = [one for one in CHECKS if release == releases[0] or one not in ONCE]
-        found += [(f"{engine.name}=={release}", f) for one in due for f in _guarded(one, case)]
+    cases = [_case(checkpoint, contract, info, launch, name, release) for name, release in releases]
+    found = [(case, f) for i, case in enumerate(cases) for f in _judge(case, once=not i)]
     general = list(dict.fromkeys(_Hashable(f) for _, f in found if f.engine is None))
-    merged = merge_engines(subject["engines"], [(r, f) for r, f in found if f.engine is not None])
-    return Report(subject, tuple([h.finding for h in general] + merged), extra={"caveats": caveats} if caveats else {})
+
+    def result(converted: Checkpoint, name: str, release: str) -> list[Finding]:
+        case = _case(converted, Contract.of(converted, info), info, Launch(name), name, release)
+        return [f for f in _judge(case, once=False) if f.is_error]
+
+    merged: list[Finding] = []
+    for name in dict.fromkeys(name for name, _ in releases):
+        mine = [(case, f) for case, f in found if f.engine is not None and case.engine.startswith(f"{name}==")]
+        refusal = refusals(cases[0], name, [h.finding for h in general], result)
+        settle = [(case.engine, settled(case, f, refusal)) for case, f in mine]
+        merged += merge_engines([n for n in names if n.startswith(f"{name}==")], settle)
+    fetched, note = _fetched(checkpoint, info)
+    caveats = [case.served.caveat for case in cases if case.served.caveat] + note
+    extra = {**fetched, **({"caveats": caveats} if caveats else {})}
+    return Report(subject, tuple([h.finding for h in general] + merged), extra=extra)
 
 
-def _engine(specs: tuple[str, ...], launch: Launch) -> Engine:
-    """The engine of the specifiers, else of the launch command; KitError where they name different ones."""
-    named = {n for spec in specs for n in ("sglang", "vllm") if spec.strip().startswith(n)}
-    named |= {launch.engine} if launch.flags else set()
-    if len(named) > 1:
-        raise KitError(f"{' and '.join(sorted(named))} are named together; check one engine at a time.")
-    return Engine.load(next(iter(named), launch.engine))
+def _fetched(checkpoint: Checkpoint, target: TargetInfo | None) -> tuple[dict[str, Any], list[str]]:
+    """What was asked of a hub, as data and as a sentence; nothing of local files."""
+    asked = {"drafter": checkpoint.hub, "target": target.hub if target else None}
+    named = {role: f"{r.name}@{r.commit or r.revision or 'main'}" for role, r in asked.items() if r}
+    if not named:
+        return {}, []
+    size, count = (sum(getattr(r, name) for r in asked.values() if r) for name in ("fetched", "requests"))
+    told = f"from the hub, {size:,} bytes were fetched in {count} requests: headers, configs and vocabulary maps"
+    where = " and ".join(f"of the {role} {name}" for role, name in named.items())
+    return {"hub": {"bytes": size, "requests": count, **named}}, [f"{told} {where}"]
+
+
+def _releases(specs: tuple[str, ...], launch: Launch) -> list[tuple[str, str]]:
+    """(engine, release) of every specifier; one without a name means the launch command's engine, else SGLang.
+
+    KitError where a specifier names another engine than the launch command, whose flags it would not know.
+    """
+    found: list[tuple[str, str]] = []
+    for spec in specs:
+        name = next((n for n in ("sglang", "vllm") if spec.strip().startswith(n)), launch.engine)
+        if launch.flags and name != launch.engine:
+            raise KitError(f"The launch command is {launch.engine}'s; check {spec.strip()[:60]} without it.")
+        found += [(name, release) for release in Engine.load(name).resolve(spec)]
+    return list(dict.fromkeys(found))
+
+
+def _case(
+    checkpoint: Checkpoint, contract: Contract, target: TargetInfo | None, launch: Launch, engine: str, release: str
+) -> Case:
+    rules = Engine.load(engine)
+    known = {r["name"] for r in rules.entries("algorithm", rules.known(release)[0])}
+    algorithm = launch.algorithm if launch.flags and launch.algorithm in known else "EAGLE3"  # others: K130
+    state = served(checkpoint, contract, release, target=target, algorithm=algorithm, engine=engine)
+    return Case(checkpoint, contract, target, launch, state)
+
+
+def _judge(case: Case, *, once: bool) -> Iterator[Finding]:
+    """Every check of one release; `once`: with those that say the same of any release."""
+    for one in CHECKS:
+        if not once and one in ONCE:
+            continue
+        if (foreign := case.checkpoint.dialect == "eagle-1" or case.contract.malformed) and one in BLIND:
+            why = "config.json cannot be read; see K120" if foreign is not True else "no EAGLE-3 drafter; see K130"
+            yield Finding.of(BLIND[one], why, status="not-run")
+        else:
+            yield from _guarded(one, case)
 
 
 class _Hashable:

@@ -13,8 +13,11 @@ from ..checkpoint.headers import read_json
 from ..contract import parameter_shapes
 from ..contract.dialects import number
 from ..findings import Evidence, Finding, Fix, KitError
-from .case import Case, convert_command, trained
+from .case import BY_HEADERS, Case, convert_command, loader, trained
 from .weights import drawn, unused
+
+LATER = "once it starts, what is missing keeps its initial memory"
+MAP = 1 << 25  # bytes of a d2t or t2d that are read; 4 million ids
 
 
 def readable(case: Case) -> Iterator[Finding]:
@@ -26,25 +29,32 @@ def readable(case: Case) -> Iterator[Finding]:
 def key_naming(case: Case) -> Iterator[Finding]:
     """K102: names the engine drops or refuses although the kit knows what they are."""
     idle = unused(case)  # K104
-    names = [f.name for f in case.served.of("dropped", "refused") if f.name not in idle and _needed(case, f.name)]
-    total = len(case.checkpoint.tensors)
-    rule = f"rule: {case.served.sources[0]}"
+    refused = [f.name for f in case.served.of("refused") if f.name != case.served.misfit]  # K106
+    lost = [f.name for f in case.served.of("dropped") if f.name not in idle and _needed(case, f.name)]
+    names = [n for n in case.checkpoint.tensors if n in {*lost, *refused}]
+    total, row = len(case.checkpoint.tensors), loader(case)
+    rule = f"rule: {row['source']}"
     if not names:
-        yield Finding.of(
-            "K102", status="pass", engine=case.engine, evidence=[Evidence("header", f"{total} tensors · {rule}")]
-        )
+        evidence = [Evidence("header", f"{total} tensors · {rule}")]
+        yield Finding.of("K102", status="pass", engine=case.engine, evidence=evidence)
         return
-    refused = any(f.status == "refused" for f in case.served.fates)
-    what = "raises KeyError on them" if refused else "drops them without a message"
-    if not refused and case.served.of("dropped") and "warning" in rule:
-        what = "only warns about them"
-    block = _pattern(names)
+    what, effect = "drops them without a message", {}
+    if refused:
+        what = f"does not start: {row['raises']} at {refused[0]}"
+        effect = {"effect": f"loading ends in a {row['raises']}, after the target has been loaded; nothing is served"}
+    elif row["unknown"] == "warning":
+        what = f"drops them with a warning each ({row['warns']})"
+    if case.served.refused and not refused:
+        effect = {"effect": f"none as long as this release refuses the files; {LATER}"}
+    layer = any(".self_attn." in n or ".mlp." in n for n in names)
+    knows = f"`{row['block'].format(i=0)}.*`" if layer else "other names"
     yield Finding.of(
         "K102",
-        f"{len(names)} of {total} tensors are named `{block}`; this release knows other names and {what}",
+        f"{len(names)} of {total} tensors are named `{_pattern(names)}`; this release knows {knows} and {what}",
         engine=case.engine,
         evidence=[Evidence("header", f"{names[0]} … ({len(names)}) · {rule}", {"names": names})],
         fix=Fix("rename the tensors for this release", convert_command(case)),
+        **effect,
     )
 
 
@@ -54,15 +64,23 @@ def missing_weights(case: Case) -> Iterator[Finding]:
     absent = [n for n in case.served.missing if n not in have]
     if case.contract.tie or case.contract.target_hidden == case.contract.hidden:
         absent = [n for n in absent if n != "embed_tokens.weight"]
-    if not absent:
+    hard = [n for n in absent if n not in case.served.unasked]
+    evidence = [Evidence("header", f"absent from the file: {_some(absent)}", {"missing": absent})]
+    if hard:
+        title = f"{len(hard)} parameters get no tensor: {_some(hard)}"
+        effect = {"effect": f"none as long as this release refuses the files; {LATER}"} if case.served.refused else {}
+        yield Finding.of("K103", title, engine=case.engine, evidence=evidence, **effect)
+    elif absent:
+        title = "fc has a bias in this release whatever the config says, and the file holds none"
+        most = (case.contract.aux_states * case.contract.target_hidden) ** -0.5
+        effect = f"a random bias of at most {most:.2g} a feature, too small to be seen in the accept length"
+        fix = Fix("none is needed; 0.4.9 and later build fc without a bias")
+        yield Finding.of(
+            "K103", title, engine=case.engine, evidence=evidence, severity="info", effect=effect, fix=fix,
+            cause="torch.nn.Linear builds a bias unless it is told not to",
+        )  # fmt: skip
+    else:
         yield Finding.of("K103", status="pass", engine=case.engine)
-        return
-    yield Finding.of(
-        "K103",
-        f"{len(absent)} parameters get no tensor: {_some(absent)}",
-        engine=case.engine,
-        evidence=[Evidence("header", f"absent from the file: {_some(absent)}", {"missing": absent})],
-    )
 
 
 def shapes(case: Case) -> Iterator[Finding]:
@@ -96,7 +114,12 @@ def vocab_map(case: Case) -> Iterator[Finding]:
     if c.sources.get("vocab") == "default":
         yield Finding.of("K110", "the target's vocabulary is not known; name the target", status="not-run")
         return
-    name = next(n for n in case.checkpoint.tensors if case.checkpoint.canonical(n) == "d2t")
+    maps = {p: n for n in case.checkpoint.tensors if (p := case.checkpoint.canonical(n)) in ("d2t", "t2d")}
+    if large := [n for n in maps.values() if case.checkpoint.tensors[n].nbytes > MAP]:
+        title = f"{large[0]} has {case.checkpoint.tensors[large[0]].nbytes} bytes, more than any vocabulary needs"
+        yield Finding.of("K110", title, evidence=[Evidence("header", title)])
+        return
+    name = maps["d2t"]
     if (dtype := case.checkpoint.tensors[name].dtype) not in ("I64", "I32", "I16", "U16", "U32"):
         title = f"d2t is stored as {dtype}; offsets are whole numbers"
         yield Finding.of("K110", title, evidence=[Evidence("header", f"{name}: {dtype}")])
@@ -115,8 +138,7 @@ def vocab_map(case: Case) -> Iterator[Finding]:
     elif len(np.unique(ids)) != len(ids):
         problem = f"{len(ids) - len(np.unique(ids))} draft ids share a target id"
     elif "t2d" in c.has:
-        mask = case.checkpoint.read(next(n for n in case.checkpoint.tensors if case.checkpoint.canonical(n) == "t2d"))
-        marked = np.flatnonzero(mask.ravel())
+        marked = np.flatnonzero(case.checkpoint.read(maps["t2d"]).ravel())
         if not np.array_equal(marked, np.sort(ids)):
             problem = f"t2d marks {len(marked)} target ids, d2t names {len(ids)}, and they are not the same"
     values = {"first": d2t[:5].tolist(), "last": d2t[-5:].tolist(), "length": len(d2t)}
@@ -138,6 +160,9 @@ def shared_weights(case: Case) -> Iterator[Finding]:
         )
         return
     taken = [f for f in case.served.of("overwritten") if _plain(case, f.name)]
+    if taken and (case.checkpoint.hub or (case.target and case.target.hub)):
+        yield Finding.of("K111", BY_HEADERS, status="not-run", engine=case.engine)
+        return
     for fate in taken:
         what = "embedding" if case.checkpoint.canonical(fate.name) == "embed_tokens.weight" else "head"
         there = _of_target(case, fate.name) if case.target and case.target.path else None
@@ -154,7 +179,7 @@ def shared_weights(case: Case) -> Iterator[Finding]:
 
 def untrained_embedding(case: Case) -> Iterator[Finding]:
     """K105 for an own embedding that this engine would use: drawn at random when the file was written."""
-    if case.served.wiring.embed_source != "own":
+    if case.served.wiring.embed_source != "own" or case.checkpoint.hub:  # from a hub: K105 has not run anyway
         return
     for name in case.checkpoint.tensors:
         if case.checkpoint.canonical(name) == "embed_tokens.weight" and _plain(case, name):
@@ -167,7 +192,8 @@ def untrained_embedding(case: Case) -> Iterator[Finding]:
 
 def _plain(case: Case, name: str) -> bool:
     info = case.checkpoint.tensors[name]
-    return info.dtype in ("F16", "BF16", "F32") and len(info.shape) == 2 and info.shape[0] > 0
+    usual = len(info.shape) == 2 and info.shape[0] > 0 and 0 < info.shape[1] < 1 << 20
+    return info.dtype in ("F16", "BF16", "F32") and usual
 
 
 def _middle(checkpoint: Checkpoint, name: str) -> np.ndarray:

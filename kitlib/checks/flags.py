@@ -4,28 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..contract.contract import AS_DEFAULT
+from ..engines import Engine, layers
 from ..findings import Evidence, Finding, Fix
-from .case import Case, convert_command, entries
+from .case import Case, convert_command
 
 DEFAULT = "safeailab"  # what a flat config without a trainer's marks is taken for
 
 
 def config_schema(case: Case) -> Iterator[Finding]:
-    """K120: would this release start with this config at all?"""
-    if case.served.refused:
-        yield Finding.of(
-            "K120",
-            f"this release refuses the drafter: {case.served.refused}",
-            engine=case.engine,
-            evidence=[Evidence("config", f"dialect: {case.contract.dialect.name} · {case.served.refused}")],
-            fix=Fix("write the config in the engine's dialect", convert_command(case)),
-        )
-    else:
+    """K120: would this release start with this config at all? K106 and K110 where a shape or the map is why not."""
+    code, why = case.served.refused_as, case.served.refused
+    if case.checkpoint.dialect == "eagle-1":
+        yield Finding.of("K120", "no EAGLE-3 drafter; see K130", status="not-applicable", engine=case.engine)
+        return
+    if code in ("K106", "K110"):
+        evidence = [Evidence("header", why)]
+        effect = "the engine fails while it loads the drafter"
+        yield Finding.of(code, f"this release refuses it: {why}", engine=case.engine, evidence=evidence, effect=effect)
+    if broken := case.contract.malformed:
+        evidence = [Evidence("config", "every other check of the config is left out")]
+        fix = Fix("write it as a table of fields, or take config.json from the export again")
+        yield Finding.of("K120", broken, engine=case.engine, evidence=evidence, fix=fix)
+    elif code != "K120":  # K102 and K130 have checks of their own
         yield Finding.of("K120", status="pass", engine=case.engine)
+    else:
+        evidence = [Evidence("config", f"dialect: {case.contract.dialect.name} · {why}")]
+        title = f"this release refuses the drafter: {why}"
+        fix = Fix("write the config in the engine's dialect", convert_command(case))
+        yield Finding.of("K120", title, engine=case.engine, evidence=evidence, fix=fix)
 
 
 def algorithm_flag(case: Case) -> Iterator[Finding]:
     """K130: the flag that is silently wrong."""
+    if case.checkpoint.dialect == "eagle-1" and case.launch.algorithm in ("", "EAGLE3"):
+        title = "fc takes one state and the embedding, and there is no hidden_norm: an EAGLE-1 or EAGLE-2 drafter"
+        effect = "EAGLE3 does not serve it: the class it needs is built otherwise"
+        fix = Fix("serve it with EAGLE", "--speculative-algorithm EAGLE")
+        evidence = [Evidence("header", title)]
+        yield Finding.of("K130", title, engine=case.engine, evidence=evidence, effect=effect, fix=fix)
+        return
     if not case.launch.flags:
         yield Finding.of("K130", "no launch command was given", status="not-run")
         return
@@ -34,10 +52,13 @@ def algorithm_flag(case: Case) -> Iterator[Finding]:
     if not algorithm:
         title = "speculation is off: the launch command has no --speculative-algorithm"
         yield Finding.of("K130", title, engine=case.engine, evidence=evidence)
+    elif case.checkpoint.dialect == "eagle-1":
+        yield Finding.of("K130", status="pass", engine=case.engine, evidence=evidence)
     elif algorithm != "EAGLE3":
         title = f"an EAGLE-3 drafter is served with --speculative-algorithm {algorithm}"
         fix = Fix("serve with EAGLE3", "--speculative-algorithm EAGLE3")
-        yield Finding.of("K130", title, engine=case.engine, evidence=evidence, fix=fix)
+        told = {"effect": case.served.refused} if case.served.refused_as == "K130" else {}
+        yield Finding.of("K130", title, engine=case.engine, evidence=evidence, fix=fix, **told)
     elif not case.launch.drafter:
         title = "EAGLE3 without --speculative-draft-model-path"
         yield Finding.of("K130", title, engine=case.engine, evidence=evidence)
@@ -72,6 +93,14 @@ def aux_layers(case: Case) -> Iterator[Finding]:
         n = case.target.layers
         title = f"boundary {deep[0]} is never captured: the target has {n} layers, its last reachable one is {deep[1]}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence)
+    elif served_at != case.contract.boundaries and sorted(served_at) == sorted(case.contract.boundaries):
+        title = f"the ids {list(case.contract.ids or ())} are not ascending, and states are captured in ascending order"
+        fix = Fix("ask the trainer in which order the states were concatenated")
+        yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning", fix=fix)
+    elif tuple(served_at) != tuple(case.contract.boundaries) and source.endswith(AS_DEFAULT):
+        ids = list(case.contract.ids)
+        title = f"the ids {ids} look like boundaries, and this release captures {list(served_at)}, one layer later"
+        yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning")
     elif tuple(served_at) != tuple(case.contract.boundaries):
         title = f"trained on boundaries {list(case.contract.boundaries)}, served with {list(served_at)}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence)
@@ -82,6 +111,9 @@ def aux_layers(case: Case) -> Iterator[Finding]:
 def fc_bypassed(case: Case) -> Iterator[Finding]:
     """K133: the width that arrives decides whether fc runs."""
     c, w = case.contract, case.served.wiring
+    if case.served.refused_as == "K130":
+        yield Finding.of("K133", "nothing is served; see K130", status="not-applicable", engine=case.engine)
+        return
     if not c.use_aux and "fc.weight" not in c.has:
         yield Finding.of("K133", "this drafter has no fc", status="not-applicable")
         return
@@ -107,7 +139,8 @@ def _unreachable(case: Case) -> tuple[int, int] | None:
     """The first served boundary that this target's class never hands out, and the last that it does."""
     if case.target is None:
         return None
-    reaches_end = any({case.target.architecture, "*"} & {*r["classes"]} for r in entries(case, "last_boundary"))
-    last = case.target.layers - (not reaches_end)
+    engine, _, release = case.engine.partition("==")
+    loaded = Engine.load(engine)
+    last = layers.last_boundary(loaded, loaded.known(release)[0], case.target)
     beyond = [b for b in case.served.wiring.boundaries if not 0 <= b <= last]
     return (beyond[0], last) if beyond else None

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..checkpoint.headers import BITS
-from ..contract.dialects import number
+from ..contract.dialects import lookup, number
 from ..findings import Evidence, Finding, Fix
-from .case import Case, entries
+from .case import BY_HEADERS, Case, entries
 
 PACKED = ("F4", "F6", "F8", "I8", "U8", "I32", "U32")  # how quantized matrices are stored
 MATRICES = 7  # of a layer: q, k, v, o, gate, up, down
@@ -34,6 +34,7 @@ def unused(case: Case) -> dict[str, str]:
             why = "the file holds this tensor under another name as well"
         else:
             flag = next((f for part, f in FLAGS.items() if canonical.startswith(part)), "")
+            flag = "" if lookup(case.checkpoint.config, flag) else flag
             why = f"this release has no parameter for it{f' without {flag} in the config' if flag else ''}"
         if why:
             found[fate.name] = why
@@ -57,6 +58,9 @@ def unused_weights(case: Case) -> Iterator[Finding]:
 
 def untrained_weights(case: Case) -> Iterator[Finding]:
     """K105: zeros, NaN, constants, and layers that are as an initialiser leaves them; 64 KB a tensor are read."""
+    if case.checkpoint.hub:
+        yield Finding.of("K105", BY_HEADERS, status="not-run")
+        return
     layers: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     problems, skipped, seen = {}, [], 0
     for name, info in case.checkpoint.tensors.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..contract import Rope, lookup
-from ..contract.dialects import number, read_rope
+from ..contract.dialects import doubts, number, read_rope
 from ..findings import Evidence, Finding, Fix
 from .case import Case, convert_command, entries, trained
 
@@ -65,9 +66,14 @@ def rope(case: Case) -> Iterator[Finding]:
     served, _ = read_rope(read)
     evidence = [Evidence("config", f"written {_rope(written)} · read {_rope(served)} · rule: {rule['source']}")]
     parts = [n for n in ("theta", "type", "scaling") if getattr(written, n) != getattr(served, n)]
+    share = next((v for p in rule["partial"] if (v := number(lookup(config, p)))), 1.0)
     if parts:
         title = f"rope {' and '.join(parts)}: config.json says {_rope(written)}, this release reads {_rope(served)}"
         fix = Fix("write both spellings with the same values", convert_command(case))
+        yield Finding.of("K121", title, engine=case.engine, evidence=evidence, fix=fix)
+    elif share != 1:
+        title = f"partial_rotary_factor {share:g}: this release turns that part of a head, trainers all of it"
+        fix = Fix("leave partial_rotary_factor out, unless the trainer honoured it")
         yield Finding.of("K121", title, engine=case.engine, evidence=evidence, fix=fix)
     elif case.target and _mrope(case.target.config) and not _mrope(config):
         title = "the target turns positions by sections (mrope), the drafter's config has no mrope_section"
@@ -104,24 +110,30 @@ def context_length(case: Case) -> Iterator[Finding]:
 
 
 def norm_wiring(case: Case) -> Iterator[Finding]:
-    """K123: norms and feedback in training against those of this release."""
+    """K123: norms and feedback in training against those of this release; not run where a field has two meanings."""
+    unsettled = doubts(case.checkpoint.config, case.contract.dialect)
+    for name, why in unsettled.items():
+        title = f"{name} is {case.checkpoint.config[name]}, and files do not tell what that meant: {why}"
+        yield Finding.of("K123", title, status="not-run", engine=case.engine)
     differ = {n: v for n, v in trained(case).diff(case.served.wiring).items() if n in NORMS}
     if "later_norm" in differ and "layers.1.input_layernorm.weight" not in case.contract.has:
         del differ["later_norm"]  # the file holds hidden_norm, which is what runs
     if not differ:
         yield Finding.of("K123", status="pass", engine=case.engine)
         return
+    doubtful = all(NORMS[n] in unsettled for n in differ)
     words = [f"{NORMS[n]}: trained {a}, served {b}" for n, (a, b) in differ.items()]
     source = [case.contract.sources.get(NORMS[n], "") for n in differ]
     evidence = [Evidence("config", " · ".join([*words, *dict.fromkeys(s for s in source if s)]), {"differ": differ})]
     title = f"this release applies norms elsewhere than training did: {'; '.join(words)}"
-    yield Finding.of("K123", title, engine=case.engine, evidence=evidence)
+    less = {"severity": "warning"} if doubtful else {}
+    yield Finding.of("K123", title, engine=case.engine, evidence=evidence, **less)
 
 
 def _hub_name(path: str) -> str:
     """`name` of `org/name` or of a hub cache folder, in lower case; "" for any other path."""
     cached = next((p for p in Path(path).parts if p.startswith("models--")), "")
-    parts = cached.split("--")[1:] if cached else [] if Path(path).exists() else path.split("/")
+    parts = cached.split("--")[1:] if cached else [] if os.path.exists(path) else path.split("/")
     return parts[1].lower() if len(parts) == 2 and parts[0] not in ("", ".", "..", "~") else ""
 
 

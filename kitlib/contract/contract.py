@@ -8,9 +8,13 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..findings import KitError
-from .dialects import PLACES, SPECULATORS_HOOK_AFTER, Dialect, dialect_of, lookup, number, read_rope
+from .dialects import PLACES, SPECULATORS_HOOK_AFTER, Dialect, dialect_of, lookup, malformed, number, read_rope
 from .target import TargetInfo
 from .wiring import Rope, Wiring, default_boundaries
+
+AS_DEFAULT = ", as they equal the common default"  # [2, N//2, N-3] under layer-output ids: most likely boundaries
+
+MOST, LAYERS = 1 << 40, 1024  # beyond these no size and no depth is believed
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Contract:
     sources: Mapping[str, str] = field(default_factory=dict)
     latent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of latent attention (MLA), as stored
     contradictions: tuple[str, ...] = ()  # config against shapes, one sentence each
+    malformed: str = ""  # why the config as a whole cannot be read; nothing is then to be concluded from it
     verifier: str = ""
     trainer_version: str = ""
 
@@ -89,11 +94,11 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
                 break
     contradictions: list[str] = []
 
-    def size(name: str, from_shape: int | None, tensor: str, default: int | None = None) -> int:
+    def size(name: str, from_shape: int | None, tensor: str, default: int | None = None, most: int = MOST) -> int:
         """The shape wins over the config; their disagreement is kept."""
         said = values.get(name)
-        if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said <= 0):
-            contradictions.append(f"{sources[name]} is {said!r}, not a positive number")
+        if said is not None and (type(said) is not int or not 0 < said <= most):
+            contradictions.append(f"{sources[name]} is {said!r}, not a positive number of a sensible size")
             said = None
         if from_shape:
             if said is not None and said != from_shape:
@@ -116,9 +121,13 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
     target_hidden = size("target_hidden", None, "", (target.hidden if target else hidden))
     fused = dim("fc.weight", 1)
     ids = values.get("ids")
-    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
+    listed = isinstance(ids, list) and 0 < len(ids) <= LAYERS and all(type(i) is int and 0 <= i <= LAYERS for i in ids)
+    if ids is not None and not listed:
         contradictions.append(f"{sources['ids']} is {ids!r}, not a list of layer ids")
         ids = None
+    if fused and fused > LAYERS * target_hidden:
+        contradictions.append(f"fc.weight takes {fused} features, more than any target's states of {target_hidden}")
+        fused = None
     aux = fused // target_hidden if fused and fused % target_hidden == 0 else (len(ids) if ids else 3)
     sources["aux_states"] = "shape: fc.weight" if fused else "config: ids" if ids else "default"
     if fused and fused % target_hidden:
@@ -132,7 +141,7 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
     if q_rows and q_rows != heads * head_dim and not latent:
         contradictions.append(f"q_proj has {q_rows} rows, the config says {heads} heads of {head_dim}")
     kv_heads = size("kv_heads", k_rows // head_dim if k_rows and k_rows % head_dim == 0 else None, "k_proj", heads)
-    indices = {int(c.split(".")[1]) for c in shapes if c.startswith("layers.")}
+    indices = {c.split(".")[1] for c in shapes if c.startswith("layers.")}
     rope, sources["rope"] = read_rope(config)
     version = str(values.get("trainer_version", ""))
     flags = {n: bool(values.get(n, False)) for n in ("norm_before_fc", "norm_output", "tie")}
@@ -152,7 +161,7 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
             "draft_vocab", dim("lm_head.weight", 0), "lm_head.weight", int(number(values.get("vocab")) or 0) or None
         ),
         aux_states=aux,
-        layers=size("layers", len(indices) or None, "layers.*", 1),
+        layers=size("layers", len(indices) or None, "layers.*", 1, LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -161,7 +170,7 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
         rope=rope,
         max_positions=int(number(values.get("max_positions")) or 0) or None,
         ids=tuple(ids) if ids else None,
-        boundaries=_boundaries(ids, dialect, version, target, sources),
+        boundaries=_boundaries(ids, str(values.get("id_meaning") or dialect.ids), dialect, version, target, sources),
         use_aux=values.get("use_aux") is not False,
         norm_before_residual=bool(residual),
         fc_norm=bool(values.get("fc_norm")) or any(c.startswith("fc_norm.") for c in shapes),
@@ -169,6 +178,7 @@ def _resolve(checkpoint: Checkpoint, target: TargetInfo | None) -> Contract:
         sources=sources,
         latent=latent,
         contradictions=tuple(contradictions),
+        malformed=malformed(config),
         verifier=str(values.get("verifier") or ""),
         trainer_version=version,
         **flags,
@@ -186,13 +196,23 @@ def _latent(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 
 
 def _boundaries(
-    ids: list[int] | None, dialect: Dialect, version: str, target: TargetInfo | None, sources: dict[str, str]
+    ids: list[int] | None,
+    meaning: str,  # "boundary" | "layer-output"
+    dialect: Dialect,
+    version: str,
+    target: TargetInfo | None,
+    sources: dict[str, str],
 ) -> tuple[int, ...] | None:
-    """Ids in the dialect's convention to boundaries; the common default where a trainer stores none."""
+    """Ids in their convention to boundaries; the common default where a trainer stores none."""
     if ids is not None:
-        last = target is not None and max(ids) == target.layers  # no layer has this number, so these are boundaries
-        shift = 1 if dialect.ids == "layer-output" and not last else 0
-        sources["boundaries"] = f"{sources['ids']}, read as {'layer-output' if shift else 'boundary'} ids"
+        why = ""
+        if meaning == "layer-output" and target is not None and "id_meaning" not in sources:
+            if max(ids) == target.layers:
+                why = ", as no layer has the last number"
+            elif tuple(ids) == default_boundaries(target.layers):
+                why = AS_DEFAULT
+        shift = 1 if meaning == "layer-output" and not why else 0
+        sources["boundaries"] = f"{sources['ids']}, read as {'layer-output' if shift else 'boundary'} ids{why}"
         return tuple(i + shift for i in ids)
     if dialect.name == "speculators" and version.startswith(SPECULATORS_HOOK_AFTER):
         sources["boundaries"] = f"not stored by speculators {version}"

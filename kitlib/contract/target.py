@@ -6,14 +6,15 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.hub import Repository, named
 from ..findings import KitError
 from .dialects import number
 
-MOST = 16 << 20  # bytes of a config
+MOST = 4 << 20  # bytes of a config
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,19 @@ class TargetInfo:
     max_positions: int | None
     config: Mapping[str, Any]
     path: str = ""
+    hub: Repository | None = field(default=None, repr=False, compare=False)  # where the config came from, if not here
 
     @classmethod
     def of(cls, path: str | Path) -> TargetInfo:
-        """Read a model folder or a config.json; the text part of multimodal wrappers is found by name."""
-        file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
+        """Read a model folder, a config.json or a hub id's; the text part of multimodal wrappers is found by name."""
+        hub = named(path)
+        file = hub / "config.json" if hub else Path(path, "config.json") if os.path.isdir(path) else Path(path)
         try:
-            if not os.path.isfile(file):
+            if not hub and not os.path.isfile(file):
                 raise OSError(errno.ENOENT, "there is no such file")
-            if file.stat().st_size > MOST:
+            if (size := file.size() if hub else file.stat().st_size) > MOST:
                 raise ValueError("it is larger than any config")
-            whole = json.loads(file.read_text(encoding="utf-8"))
+            whole = json.loads((file.read(0, size) if hub else file.read_bytes()).decode("utf-8"))
             text = next((whole[k] for k in ("text_config", "language_config", "llm_config") if k in whole), whole)
             return cls(
                 architecture=str((whole.get("architectures") or [""])[0]),
@@ -49,6 +52,7 @@ class TargetInfo:
                 max_positions=int(number(text.get("max_position_embeddings")) or 0) or None,
                 config=text,
                 path=str(path),
+                hub=hub,
             )
         except OSError as error:
             raise KitError(f"Cannot read the target's {file}: {error.strerror}; give a model folder.") from None

@@ -60,7 +60,7 @@ def convert(
     info = TargetInfo.of(target) if target else None
     plan = Plan.of(checkpoint, form, info)
     if not plan.errors or force:  # what the rules have nothing against may still be sick in itself
-        sick = check(source, target=target, engines=(form.to if form.engine == "sglang" else "",)).errors
+        sick = check(source, target=target, engines=(form.to if form.release else "",)).errors
         goes_along = [f for f in sick if f.code in INHERENT and not (f.code == "K110" and plan.rewritten)]
         plan = replace(plan, findings=(*plan.findings, *goes_along))
     if plan.errors and not force:
@@ -224,9 +224,9 @@ def _checked(folder: Path, plan: Plan, target: str | Path | None) -> Report:
 def _refusal(source: Checkpoint, plan: Plan, target: TargetInfo | None) -> str:
     """One sentence: what speaks against it, and what would do instead."""
     text, do = "; ".join(f"{f.code} {f.title}" for f in plan.errors[:3]), "repair the source or choose another reader"
-    if plan.form.engine == "sglang" and all(f.engine for f in plan.errors):  # no fault of the source itself
-        releases = Engine.load().releases
-        later = releases[releases.index(Engine.load().known(plan.form.release)[0]) + 1 :]
-        good = next((r for r in later if not Plan.of(source, Form.of(f"sglang=={r}"), target).errors), None)
-        do = f"use sglang {good} with --to sglang=={good}" if good else "no later release that was read can either"
+    if plan.form.release and all(f.engine for f in plan.errors):  # no fault of the source itself
+        name, engine = plan.form.engine, Engine.load(plan.form.engine)
+        later = engine.releases[engine.releases.index(engine.known(plan.form.release)[0]) + 1 :]
+        good = next((r for r in later if not Plan.of(source, Form.of(f"{name}=={r}"), target).errors), None)
+        do = f"use {name} {good} with --to {name}=={good}" if good else "no later release that was read can either"
     return f"{source.path} was not converted ({text}); {do}, or write it all the same with --force."

@@ -1,6 +1,6 @@
 """What a conversion would write, and what its reader could not do, from headers, d2t and rules alone.
 
-Facts: research/checkpoint-formats.md §3 and §5, sglang-eagle3.md §1-§3; SGLang's releases: engines/sglang.toml.
+Facts: research/checkpoint-formats.md §3 and §5; what an engine's releases do: engines/*.toml.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from packaging.version import InvalidVersion, Version
 
 from ..checkpoint import Checkpoint
-from ..contract import Contract, TargetInfo, default_boundaries
-from ..engines import Engine, served
+from ..checks.files import MAP
+from ..contract import Contract, TargetInfo
+from ..contract.dialects import LAYER
+from ..engines import Engine, layers, served
 from ..findings import Evidence, Finding, KitError
+from .form import Form
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-LAYER = "transformer_layer_config"
 KEPT = ("speculators_config", "speculators_version", "eagle_config")  # restored from `kitlib.kept` on the way back
 AWAY = (*KEPT, LAYER, IDS, "num_aux_hidden_states", "use_aux_norm", "kitlib", "speculators_model_type")
 AWAY += ("architectures", "auto_map")  # no remote code goes along
@@ -28,68 +29,17 @@ FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 OUTER = (*FLAGS, IDS, "num_aux_hidden_states", "kitlib", "eagle_config", "norm_before_residual", "architectures")
 OUTER += ("draft_vocab_size", "target_hidden_size", "tie_word_embeddings", "torch_dtype", "dtype")
 OTHER_LAYERS = re.compile("Deepseek|MiniMax|Qwen")
-# What a drafter may need and a reader lack: the finding's code, and whether this drafter needs it.
+# What a trainer's own format cannot say: the finding's code, and whether this drafter needs it.
 NEEDS: dict[str, tuple[str, Callable[[Contract, TargetInfo | None], Any]]] = {
-    "explicit layer ids": ("K132", lambda c, t: c.ids and (not t or c.boundaries != default_boundaries(t.layers))),
     "the state after the last layer": ("K132", lambda c, t: c.ids and t and max(c.boundaries or ()) >= t.layers),
     "other than three states": ("K106", lambda c, t: c.aux_states != 3),
     "several layers": ("K120", lambda c, t: c.layers > 1),
     "a layer that is not Llama's": ("K120", lambda c, t: OTHER_LAYERS.search(c.architecture)),
-    "norm_before_residual": ("K123", lambda c, t: c.norm_before_residual),
-    **{flag: ("K123", lambda c, t, flag=flag: getattr(c, flag)) for flag in FLAGS},
+    **{n: ("K123", lambda c, t, n=n: getattr(c, n)) for n in ("norm_before_residual", "norm_before_fc", "norm_output")},
 }
-# First release that can ("" = none that was read), in the order of NEEDS. SGLang's other rows: engines/rules.py.
-LAST = {"Gemma": "0.5.12", "MiniMaxM3": "0.5.16", "GptOss": "0.5.17"}  # by class of the target
-SINCE: dict[str, dict[str, Any]] = {
-    "sglang": dict(zip(NEEDS, ("0.4.9", LAST, "0.5.12"), strict=False)),
-    "vllm": dict(zip(NEEDS, ("0.13", "0.20", "0.22.1", "0", "0.20", "0.11", "0.20", "0.22.1", "0.22.1"), strict=True)),
-    "specforge": dict.fromkeys(list(NEEDS)[1:], ""),
-    "speculators": {"a layer that is not Llama's": ""},
-}
-VLLM = ("0.10.0", "0.33.0")  # oldest and newest release behind these facts
+CANNOT = {"specforge": tuple(NEEDS), "speculators": ("a layer that is not Llama's",)}
 CODES = {"boundaries": "K132", "capture": "K133", "fc": "K133", "d2t": "K110", "rope": "K121"}  # by field of Wiring
 CODES |= {"head_source": "K111", "embed_source": "K111", "logit_cut": "K111"}  # every other field: K123
-
-
-@dataclass(frozen=True)
-class Form:
-    """How one reader wants a drafter written; `release` is "" for a trainer's own format."""
-
-    engine: str
-    release: str
-    block: str  # name of decoder layer {i}, or of the only one
-    architecture: str
-    place: str  # of the layer ids: "eagle_config" (layer-output ids) or "" (top level, boundaries)
-    later_norm: str = "input_layernorm"  # norm on the input of layers >= 1
-
-    @property
-    def to(self) -> str:
-        return f"{self.engine}=={self.release}" if self.release else self.engine
-
-    @classmethod
-    def of(cls, to: str) -> Form:
-        """From `sglang==0.5.9`, `vllm==0.20.0`, `speculators` or `specforge`; KitError for anything else."""
-        name = next((n for n in SINCE if to.strip().startswith(n)), "")
-        spec = to.strip().removeprefix(name).strip()
-        if name == "specforge" and not spec:
-            return cls(name, "", "midlayer", "LlamaForCausalLMEagle3", "eagle_config")
-        if name == "speculators" and not spec:
-            return cls(name, "", "layers.{i}", "Eagle3Speculator", "")
-        if name == "vllm":  # flat: read since 0.10 (speculators' own form: 0.11), and no verifier from a hub is needed
-            try:
-                release = Version(spec.removeprefix("==") or VLLM[1])
-            except InvalidVersion:
-                raise KitError(f"{to!r} is not one release; write for example vllm=={VLLM[1]}.") from None
-            if release < Version(VLLM[0]):
-                raise KitError(f"vllm {release} is older than all releases that were read ({VLLM[0]}).")
-            return cls(name, str(release), "layers.{i}", "Eagle3LlamaForCausalLM", "")
-        if name != "sglang":
-            raise KitError(f"Cannot convert to {to!r}; write sglang==0.5.9, vllm=={VLLM[1]}, speculators or specforge.")
-        engine = Engine.load(name)
-        if len(releases := engine.resolve(to)) != 1:
-            raise KitError(f"{to!r} means {len(releases)} releases; name the one that will serve, as in sglang==0.5.9.")
-        loader, later = (engine.entry(t, engine.known(releases[0])[0]) for t in ("loader", "later_norm"))
-        return cls(name, releases[0], loader["block"], "LlamaForCausalLMEagle3", "eagle_config", later["norm"])
 
 
 @dataclass(frozen=True)
@@ -100,6 +50,7 @@ class Plan:
     config: Mapping[str, Any]
     names: Mapping[str, str]  # in the source -> in the result
     rewritten: Mapping[str, bytes]  # tensors of the source whose bytes change (d2t) -> the new bytes
+    result: Checkpoint  # as it will be read, with the bytes still where they are
     findings: tuple[Finding, ...]
 
     @classmethod
@@ -108,10 +59,13 @@ class Plan:
         if not source.config:
             raise KitError(f"There is no config.json beside {source.path} to say what its tensors mean; add it.")
         contract = Contract.of(source, target)
-        names, config, rewritten = _names(source, form), _config(source, contract, form), _offsets(source, contract)
+        if contract.malformed:
+            raise KitError(f"{source.path} cannot be converted: {contract.malformed}.")
+        config = _config(source, contract, form, _ids(contract, form, target))
+        names, rewritten = _names(source, form), _offsets(source, contract)
         tensors = {new: replace(source.tensors[old], name=new) for old, new in names.items()}
-        result = replace(source, config=config, tensors=tensors)  # as if it had been written
-        return cls(form, config, names, rewritten, tuple(_against(contract, result, form, target)))
+        result = replace(source, config=config, tensors=tensors)
+        return cls(form, config, names, rewritten, result, tuple(_against(contract, result, form, target)))
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -141,7 +95,24 @@ def _names(source: Checkpoint, form: Form) -> dict[str, str]:
     return names
 
 
-def _config(source: Checkpoint, c: Contract, form: Form) -> dict[str, Any]:
+def _ids(c: Contract, form: Form, target: TargetInfo | None) -> tuple[list[int], int] | None:
+    """(layer ids for the reader, boundary minus id); None where its default is meant, or no ids can say it."""
+    if not (c.boundaries and c.use_aux):
+        return None
+    usual = int(bool(form.place))
+    written = [b - usual for b in c.boundaries]
+    if form.release:
+        engine = Engine.load(form.engine)
+        known = engine.known(form.release)[0]
+        same = target is None or layers.captured(None, engine, known, target) == c.boundaries
+        if not c.ids and same:  # where a trainer stores no ids, it and its readers share a default
+            return None
+        if layers.reads_ids(engine, known) and (found := layers.ids_for(c.boundaries, engine, known, target)):
+            return found
+    return (written, usual) if c.ids and min(written) >= 0 else None
+
+
+def _config(source: Checkpoint, c: Contract, form: Form, ids: tuple[list[int], int] | None) -> dict[str, Any]:
     """config.json for the reader: the source's own fields, moved, and what it left to defaults."""
     old = source.config
     layer, kept = _map(old.get(LAYER)), _map(_map(old.get("kitlib")).get("kept"))
@@ -164,11 +135,13 @@ def _config(source: Checkpoint, c: Contract, form: Form) -> dict[str, Any]:
     new |= {flag: getattr(c, flag) for flag in FLAGS if flag in new or getattr(c, flag)}
     new["tie_word_embeddings"] = c.tie and "lm_head.weight" not in c.has  # a trained head is there to be used
     new |= {"num_aux_hidden_states": c.aux_states} if c.aux_states != 3 else {}
-    if c.ids and c.boundaries and c.use_aux:  # where a trainer stores no ids, it and its readers share a default
-        (eagle if form.place else new)[IDS] = [b - bool(form.place) for b in c.boundaries]
+    if ids:
+        (eagle if form.place else new)[IDS] = ids[0]
     if form.place or not c.use_aux:
         new["eagle_config"] = {**eagle, "use_aux_hidden_state": c.use_aux}
     new["kitlib"] = {"converted_from": c.dialect.name, "kept": kept if form.place else {**kept, "eagle_config": eagle}}
+    if ids and form.place and not ids[1]:  # unlike all other ids in this place
+        new["kitlib"]["ids"] = "boundary"
     if form.engine != "speculators":
         return new
     outer = {k: new.pop(k) for k in OUTER if k in new}
@@ -190,6 +163,8 @@ def _offsets(source: Checkpoint, c: Contract) -> dict[str, bytes]:
     held = {source.canonical(name): name for name in source.tensors}
     if "d2t" not in held or source.tensors[held["d2t"]].dtype not in ("I32", "I64"):
         return {}
+    if any(source.tensors[held[name]].nbytes > MAP for name in ("d2t", "t2d") if name in held):
+        return {}  # K110
     table = source.read(held["d2t"]).reshape(-1)  # [Vd]
     marked = np.flatnonzero(source.read(held["t2d"])) if "t2d" in held else None
     count = np.arange(len(table), dtype=table.dtype)
@@ -203,47 +178,57 @@ def _offsets(source: Checkpoint, c: Contract) -> dict[str, bytes]:
 
 def _against(c: Contract, result: Checkpoint, form: Form, target: TargetInfo | None) -> Iterator[Finding]:
     """What the reader would do otherwise than the trainer meant: its wiring, its limits, what it reads back."""
-
-    def finding(code: str, title: str, **more: Any) -> Finding:
-        engine = form.to if form.release else None
-        return Finding.of(code, title, engine=engine, evidence=[Evidence("config", title)], **more)
-
     for text in c.contradictions:
         yield Finding.of("K106", text, evidence=[Evidence("config", text)])
-    back, version = Contract.of(result, target), Version(form.release or "0")
-    if form.engine == "sglang":
-        depth = target or TargetInfo("", c.target_hidden, c.vocab, 32, False, None, {})
-        state = served(result, back, form.release, target=target)
-        for field, (trained, runs) in c.trained(depth).diff(state.wiring).items():
-            if field in ("dropped", "later_norm"):  # names are for `check`; the later norm has been renamed
-                continue
-            soft = {"severity": "warning"} if field == "embed_source" else {}  # the same weights, if it was frozen
-            yield finding(CODES.get(field, "K123"), f"{form.to} runs {field} {runs}, training had {trained}", **soft)
-        own = c.target_hidden != c.hidden  # else the target's embedding is used, and no tensor is needed for it
-        if lost := [n for n in state.missing if own or n != "embed_tokens.weight"]:
-            yield finding("K103", f"{form.to} builds {', '.join(lost[:4])} and would get no tensor for it")
-        if gone := [f.name for f in state.of("dropped", "refused") if result.canonical(f.name)]:
-            yield finding("K104", f"{form.to} has no parameter for {', '.join(gone[:4])}", severity="error")
-        if state.refused:
-            yield finding("K120", f"{form.to} refuses it: {state.refused}")
-    elif form.engine == "vllm":
-        if strange := [n for n in result.tensors if not result.canonical(n)]:
-            yield finding("K102", f"{form.to} refuses names it does not know, such as {strange[0]}")
-        if version >= Version("0.31") and "d2t" in c.has and c.draft_vocab == c.vocab:
-            yield finding("K110", f"{form.to} refuses a d2t where the draft vocabulary is the whole one")
-    for what, (code, needed) in NEEDS.items():
-        first = SINCE[form.engine].get(what, "0")
-        if isinstance(first, Mapping):
-            first = next((v for k, v in first.items() if target and target.architecture.startswith(k)), "")
-        if needed(c, target) and (not first or (form.release and version < Version(first))):
-            yield finding(code, f"{form.to} cannot do {what}" + (f" ({first} can)" if first else ""))
+    back = Contract.of(result, target)
+    if form.release:
+        yield from _by_rules(c, back, result, form, target)
+    for what in CANNOT.get(form.engine, ()):
+        code, needed = NEEDS[what]
+        if needed(c, target):
+            yield _finding(form, code, f"{form.to} cannot do {what}")
     for i in range(1, c.layers):
         if {f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"} <= c.has:
-            yield finding("K123", f"layer {i} has two input norms, of which {form.to} runs {form.later_norm}")
+            yield _finding(form, "K123", f"layer {i} has two input norms, of which {form.to} runs {form.later_norm}")
     if c.boundaries is None and c.sources["boundaries"].startswith("not stored by"):
         title = f"boundaries {c.sources['boundaries']}: none were written, right only if the states were 2, N//2, N-3"
-        yield finding("K132", title, severity="warning")
+        yield _finding(form, "K132", title, severity="warning")
     for field, (said, reads) in same_meaning(c, back).items():
         if field != "boundaries" or c.ids:
             code = "K132" if field == "boundaries" else "K120"
-            yield finding(code, f"{form.to} would read {field} {reads} where the source says {said}")
+            yield _finding(form, code, f"{form.to} would read {field} {reads} where the source says {said}")
+
+
+def _by_rules(
+    c: Contract, back: Contract, result: Checkpoint, form: Form, target: TargetInfo | None
+) -> Iterator[Finding]:
+    """What the release's own rules make of the result."""
+    engine = Engine.load(form.engine)
+    known = engine.known(form.release)[0]
+    depth = target or TargetInfo("", c.target_hidden, c.vocab, 32, False, None, {})
+    state = served(result, back, form.release, target=target, engine=form.engine)
+    for field, (trained, runs) in c.trained(depth).diff(state.wiring).items():
+        if field in ("dropped", "later_norm"):  # names are for `check`; the later norm has been renamed
+            continue
+        order = field == "boundaries" and sorted(trained) == sorted(runs)
+        soft = {"severity": "warning"} if order or field == "embed_source" else {}  # the same weights, if it was frozen
+        title = f"{form.to} runs {field} {runs}, training had {trained}"
+        yield _finding(form, CODES.get(field, "K123"), title, **soft)
+    if c.ids and not target and not layers.reads_ids(engine, known):
+        yield _finding(form, "K132", f"{form.to} cannot do explicit layer ids")
+    if target and c.boundaries and max(c.boundaries) > (last := layers.last_boundary(engine, known, target)):
+        deep = "the state after the last layer" if max(c.boundaries) == target.layers else f"more than boundary {last}"
+        yield _finding(form, "K132", f"{form.to} cannot do {deep}")
+    own = c.target_hidden != c.hidden  # else the target's embedding is used, and no tensor is needed for it
+    lost = [n for n in state.missing if n not in state.unasked and (own or n != "embed_tokens.weight")]
+    if lost:
+        yield _finding(form, "K103", f"{form.to} builds {', '.join(lost[:4])} and would get no tensor for it")
+    if gone := [f.name for f in state.of("dropped") if result.canonical(f.name)]:
+        yield _finding(form, "K104", f"{form.to} has no parameter for {', '.join(gone[:4])}", severity="error")
+    if state.refused:
+        yield _finding(form, state.refused_as, f"{form.to} refuses it: {state.refused}", severity="error")
+
+
+def _finding(form: Form, code: str, title: str, **more: Any) -> Finding:
+    engine = form.to if form.release else None
+    return Finding.of(code, title, engine=engine, evidence=[Evidence("config", title)], **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .rules import Engine, Fate, Served, accept_rate, served
+from .data import Engine, accept_rate
+from .rules import Fate, Served, served
 
 __all__ = ["Engine", "Fate", "Served", "accept_rate", "served"]

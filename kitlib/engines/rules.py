@@ -1,28 +1,19 @@
-"""Reads an engine's data file and says how that engine would run a drafter: the served wiring, tensor by tensor."""
+"""Reads an engine's data and says how that engine would run a drafter: the served wiring, tensor by tensor."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
-
 from ..checkpoint import Checkpoint
-from ..contract import Contract, TargetInfo, Wiring, default_boundaries, lookup, parameter_shapes
+from ..contract import Contract, TargetInfo, Wiring, lookup, parameter_shapes
+from ..contract.dialects import LAYER, number
 from ..findings import KitError
+from . import layers
+from .data import Engine
 
 STACKED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-RATES: dict[str, Callable[[float, float, int, int], float | None]] = {
-    "none": lambda a, v, D, S: None,
-    "(a+v)/(v*(S+1))": lambda a, v, D, S: (a + v) / (v * (S + 1)),
-    "(a+v)/(v*D)": lambda a, v, D, S: (a + v) / (v * D),
-    "a/(v*(D-1))": lambda a, v, D, S: a / (v * (D - 1)),
-}
 
 
 @dataclass(frozen=True)
@@ -43,97 +34,15 @@ class Served:
     fates: tuple[Fate, ...]
     missing: tuple[str, ...]  # canonical names of parameters that get nothing
     refused: str = ""  # why the engine would not start, in one sentence
+    refused_as: str = ""  # the code of the finding that tells it
+    misfit: str = ""  # the tensor of the file whose shape is not that of the parameter it goes into
+    unasked: tuple[str, ...] = ()  # of `missing`: what the release builds whatever the config says, and fills itself
     capture_off: str = ""  # "" | "config" | "algorithm": which of the two routes of K133
     caveat: str = ""  # e.g. a release that was not read
     sources: tuple[str, ...] = ()  # the data entries used
 
     def of(self, *statuses: str) -> tuple[Fate, ...]:
         return tuple(f for f in self.fates if f.status in statuses)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One engine's data. `entry` finds the row of a table that holds for a release."""
-
-    name: str
-    data: Mapping[str, Any]
-
-    @classmethod
-    def load(cls, name: str = "sglang") -> Engine:
-        return _load(name)
-
-    @property
-    def releases(self) -> tuple[str, ...]:
-        return tuple(self.data["engine"]["read"])
-
-    @property
-    def default(self) -> str:
-        """The installed release where it is known, else the data file's default."""
-        return self.data["engine"]["default"]
-
-    def entries(self, table: str, release: str, **match: Any) -> list[Mapping[str, Any]]:
-        """All rows of a table whose window holds `release` and whose fields equal `match`."""
-        rows = (r for r in self.data.get(table, ()) if all(r.get(k) == v for k, v in match.items()))
-        return [r for r in rows if SpecifierSet(r["window"]).contains(release, prereleases=True)]
-
-    def entry(self, table: str, release: str, **match: Any) -> Mapping[str, Any] | None:
-        """The one row that holds; the schema test sees to it that windows do not overlap."""
-        return next(iter(self.entries(table, release, **match)), None)
-
-    def resolve(self, spec: str) -> tuple[str, ...]:
-        """Releases of a specifier: `sglang==0.5.9`, `>=0.5.6,<=0.5.9`, `0.5.9`, `all`, or "" for the default."""
-        text = spec.strip().removeprefix(self.name).strip()
-        if not text:
-            return (self.default,)
-        if text == "all":
-            return self.releases
-        try:
-            if text[0].isdigit():
-                text = f"=={text}"
-            specifiers = SpecifierSet(text)
-            exact = [s.version for s in specifiers if s.operator == "==" and "*" not in s.version]
-            return tuple(exact) or tuple(r for r in self.releases if r in specifiers) or _nothing(self, spec)
-        except (InvalidSpecifier, ValueError):
-            raise KitError(
-                f"{spec[:60]!r} is no engine release; write for example {self.name}==0.5.9, or all."
-            ) from None
-
-    def known(self, release: str) -> tuple[str, str]:
-        """The release whose rules hold, and a caveat where this one itself was not read."""
-        releases = [Version(r) for r in self.releases]
-        try:
-            wanted = Version(release)
-        except ValueError:  # InvalidVersion is one
-            raise KitError(f"{release[:40]!r} is no release of {self.name}; write for example 0.5.9.") from None
-        if wanted in releases:
-            return release, ""
-        older = [r for r in releases if r < wanted]
-        if not older:
-            raise KitError(f"{self.name} {release} is older than all releases that were read ({self.releases[0]}).")
-        newer = "newer than all that were read" if older[-1] == releases[-1] else "not read"
-        return str(older[-1]), f"{self.name} {release} is {newer}; judged by the rules of {older[-1]}"
-
-
-@cache
-def _load(name: str) -> Engine:
-    file = Path(__file__).parent / f"{name}.toml"
-    if not file.exists():
-        known = ", ".join(sorted(p.stem for p in file.parent.glob("*.toml")))
-        raise KitError(f"The kit knows no engine {name!r}; it knows {known}.")
-    return Engine(name, tomllib.loads(file.read_text(encoding="utf-8")))
-
-
-def _nothing(engine: Engine, spec: str) -> tuple[str, ...]:
-    raise KitError(f"No release of {engine.name} that was read fits {spec!r}; they are {', '.join(engine.releases)}.")
-
-
-def accept_rate(release: str, a: float, v: float, draft_tokens: int, steps: int, engine: str = "sglang") -> tuple:
-    """The accept rate that this release's log prints, and its formula; (None, "none") where it prints no rate."""
-    loaded = Engine.load(engine)
-    row = loaded.entry("rate", loaded.known(release)[0])
-    if not row or not v:
-        return None, row["formula"] if row else "unknown"
-    return RATES[row["formula"]](a, v, draft_tokens, steps), row["formula"]
 
 
 def served(
@@ -157,15 +66,18 @@ def served(
             f"{engine} {release} has no rules for --speculative-algorithm {algorithm}; EAGLE3 is meant here."
         )
     trained = contract.trained(target or shallow(contract))
-    flags = _flags(checkpoint.config, loaded.entries("flag", known))
+    read = [r for r in loaded.entries("flag", known) if r.get("latent", True) or not contract.latent]
+    flags = _flags(checkpoint.config, read)
     output, residual = flags.pop("norm_output"), flags.pop("norm_before_residual")
     switch = lookup(checkpoint.config, rows["capture"]["switch"])
     off = "algorithm" if not rule["capture"] else "config" if switch is False else ""
     head = rows["head"]
-    own_embed = contract.target_hidden != contract.hidden
+    stated = contract.sources.get("target_hidden") != "default"  # else the target's embedding is put in, wrong or not
+    own_embed = stated and contract.target_hidden != contract.hidden
     own_embed |= head["embedding"] == "own" and "embed_tokens.weight" in contract.has
     borrows = rule["head"] == "target" or (contract.draft_vocab == contract.vocab and _borrowed(head, contract))
-    captured = _captured(checkpoint, rows["capture"], loaded.entries("id_rule", known), target)
+    borrows |= not contract.tie and _size(checkpoint, contract, rows) == "target"
+    captured = layers.captured(layers.explicit(checkpoint.config, rows["capture"]), loaded, known, target)
     wiring = trained.but(
         boundaries=captured or trained.boundaries,
         capture="final" if off else "boundaries",
@@ -182,19 +94,27 @@ def served(
     built = _built(checkpoint, contract, wiring.but(later_norm=rows["later_norm"]["norm"]), rows["loader"])
     fates, arrived = _fates(checkpoint, wiring, rows["loader"], built)
     missing = tuple(n for n, runs in built.items() if runs and n not in arrived)
-    refused = rule.get("refused") or _refusal(checkpoint, contract, fates, rows)
+    unasked = ("fc.bias",) if "fc.bias" in missing and rows["loader"]["fc_bias"] == "always" else ()
+    part, odd = _misfit(checkpoint, contract, rows)
+    misfit = next((f.name for f in fates if odd and f.into and checkpoint.canonical(f.name) == part), "")
+    code, refused = _refusal(checkpoint, contract, fates, rows) if "refused" not in rule else ("K130", rule["refused"])
+    fates = tuple(Fate(f.name, "refused") if f.name == misfit else f for f in fates)
+    if misfit and code in ("", "K102"):
+        code, refused = "K106", odd
     sources = tuple(r["source"] for r in (*rows.values(), rule) if r)
     final = wiring.but(dropped=missing)
-    return Served(f"{engine}=={release}", final, fates, missing, refused, off, caveat, sources)
+    name = f"{engine}=={release}"
+    return Served(name, final, fates, missing, refused, code, misfit, unasked, off, caveat, sources)
 
 
 def _flags(config: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str, bool]:
     """Fields of the config that change the forward pass, as far as this release reads them."""
-    form = "nested" if "transformer_layer_config" in config else "flat"
+    form = "nested" if isinstance(config.get(LAYER), Mapping) else "flat"
     told = dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"), False)
     for row in rows:
         if row.get("form", form) == form:
             said = [v for p in row["places"] if (v := lookup(config, p)) is not None]
+            said = said[:1] if row.get("first") else said
             told[row["name"]] = any(said) if said else form == "nested" and row.get("nested_default", False)
     return told
 
@@ -211,46 +131,53 @@ def shallow(contract: Contract) -> TargetInfo | None:
     return TargetInfo("", contract.target_hidden, contract.vocab, 32, False, None, {})
 
 
-def _captured(
-    checkpoint: Checkpoint, row: Mapping[str, Any], id_rules: list[Mapping[str, Any]], target: TargetInfo | None
-) -> tuple[int, ...] | None:
-    """Boundaries the engine captures: explicit ids where it reads them, else its default for this depth."""
-    places = [row["ids"]] if isinstance(row["ids"], str) else row["ids"]
-    ids = next((v for p in places if (v := lookup(checkpoint.config, p)) is not None), None)
-    explicit = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
-    if not explicit and not target:
-        return None
-    rule = next((r["rule"] for r in id_rules if target and target.architecture in r["classes"]), "")
-    ids = ids if explicit else default_boundaries(target.layers)
-    as_they_are = not explicit and rule != "defaults-too"
-    as_they_are |= rule == "first-is-1" and ids[0] != 1
-    as_they_are |= rule == "below-depth" and max(ids) == target.layers
-    return tuple(i if as_they_are else i + row["shift"] for i in ids)
+def _size(checkpoint: Checkpoint, contract: Contract, rows: Mapping[str, Any]) -> str:
+    """What the release makes of draft_vocab_size: "given", or of its absence or null "error" | "target" | "whole"."""
+    if checkpoint.config.get("draft_vocab_size") is not None:
+        return "given"
+    row = rows["loader"] if contract.latent else rows["config"]
+    return row["no_draft_vocab" if "draft_vocab_size" not in checkpoint.config else "null_draft_vocab"]
+
+
+def _layer_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table that becomes the drafter's transformers config: the nested one where there is one."""
+    inner = config.get(LAYER, config)
+    return inner if isinstance(inner, Mapping) else {}
 
 
 def _layers(config: Mapping[str, Any], contract: Contract) -> int:
-    """How many layers a flat config asks the class for; where it is silent, LlamaConfig's default. Cut at 128."""
-    if not config or "transformer_layer_config" in config:
-        return contract.layers
-    said = config.get("num_hidden_layers", 32)
+    """How many layers the config asks the class for; where a flat one is silent, LlamaConfig's default. Cut at 128."""
+    inner = _layer_fields(config)
+    said = inner.get("num_hidden_layers", contract.layers if inner is not config or not config else 32)
     return min(said, 128) if type(said) is int and said > 0 else 1
+
+
+def _states(config: Mapping[str, Any], row: Mapping[str, Any]) -> int:
+    """How many target states fc is built for: a number or the length of a list, in the first place that has one."""
+    for place in row["states"]:
+        said = lookup(config, place)
+        if isinstance(said, list) and said:
+            return len(said)
+        if type(said) is int and said > 0:
+            return said
+    return 3
 
 
 def _built(checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapping[str, Any]) -> dict[str, bool]:
     """Canonical names of the parameters that the release's class builds from this config, and whether each runs."""
-    config = checkpoint.config
-    layers = _layers(config, contract) if row["layers"] == "many" else 1
-    sized = replace(contract, layers=layers, has=contract.has - {"fc.bias"})
+    config = _layer_fields(checkpoint.config)
+    depth = _layers(checkpoint.config, contract) if row["layers"] == "many" else 1
+    sized = replace(contract, layers=depth, has=contract.has - {"fc.bias"})
     runs = parameter_shapes(sized, wiring)
     names = list(parameter_shapes(sized, wiring.but(fc=True, embed_source="own", head_source="own")))
     if contract.tie:  # the head is the embedding's module, so it has no parameter of its own
         names.remove("lm_head.weight")
     built = {n: n in runs for n in names}
-    built = {f"layers.{i}.input_layernorm.weight": False for i in range(1, layers)} | built  # later ones never run
+    built = {f"layers.{i}.input_layernorm.weight": False for i in range(1, depth)} | built  # later ones never run
     if row["fc_bias"] == "always" or (row["fc_bias"] == "config" and config.get("bias")):
         built["fc.bias"] = wiring.fc
     if config.get("bias") or config.get("attention_bias"):
-        built |= {f"layers.{i}.self_attn.o_proj.bias": True for i in range(layers)}
+        built |= {f"layers.{i}.self_attn.o_proj.bias": True for i in range(depth)}
     return built
 
 
@@ -294,27 +221,53 @@ def _engine_name(canonical: str, block: str) -> str:
     return f"model.{canonical}"
 
 
-def _refusal(checkpoint: Checkpoint, contract: Contract, fates: tuple[Fate, ...], rows: Mapping[str, Any]) -> str:
-    """Why this release would not start with these files, or ""."""
-    config = checkpoint.config
+def _refusal(
+    checkpoint: Checkpoint, contract: Contract, fates: tuple[Fate, ...], rows: Mapping[str, Any]
+) -> tuple[str, str]:
+    """(code of the finding, why this release would not start with these files), or ("", "")."""
+    if why := _config_refusal(checkpoint, contract, rows):
+        return "K120", why
+    if rows["d2t"]["absent"] == "error" and "d2t" not in contract.has:
+        return "K110", "there is no d2t, and this release reads it without asking"
+    if rows["d2t"].get("full") == "error" and "d2t" in contract.has and contract.draft_vocab == contract.vocab:
+        why = "it has a d2t although its vocabulary is not reduced, and this release has no parameter for it then"
+        return "K110", why
+    if hit := next((f for f in fates if f.status == "refused"), None):
+        return "K102", f"the name {hit.name} raises {rows['loader']['raises']} in this release's loader"
+    return "", ""
+
+
+def _misfit(checkpoint: Checkpoint, contract: Contract, rows: Mapping[str, Any]) -> tuple[str, str]:
+    """(canonical name, why) of a tensor that the release builds in another size, or ("", "")."""
+    if (states := _states(checkpoint.config, rows["fc"])) != contract.aux_states and "fc.weight" in contract.has:
+        why = f"fc.weight takes {contract.aux_states} states, and this release builds fc for {states}"
+        return "fc.weight", why
+    built = contract.vocab if _size(checkpoint, contract, rows) in ("target", "whole") else contract.draft_vocab
+    if "lm_head.weight" in contract.has and not contract.tie and built != contract.draft_vocab:
+        why = f"lm_head.weight has {contract.draft_vocab} rows, and without a number in draft_vocab_size this release"
+        return "lm_head.weight", f"{why} builds {built}"
+    return "", ""
+
+
+def _config_refusal(checkpoint: Checkpoint, contract: Contract, rows: Mapping[str, Any]) -> str:
+    """Why this release does not take the config, or ""."""
+    config, row = checkpoint.config, rows["config"]
     if not config:
         return "there is no config.json beside the tensors"
-    if "transformer_layer_config" in config and rows["config"]["nested"] == "refused":
-        return (
-            "config.json nests the layer's sizes under transformer_layer_config (speculators), which it does not read"
-        )
-    nested = "transformer_layer_config" in config  # then the engine chooses the class
-    if not nested and contract.architecture not in rows["config"]["architectures"]:
-        known = ", ".join(rows["config"]["architectures"])
+    if contract.malformed.startswith(tuple(row["tables"])):
+        return contract.malformed
+    nested = isinstance(config.get(LAYER), Mapping)  # then the engine chooses the class
+    if nested and row["nested"] == "refused":
+        return f"config.json nests the layer's sizes under {LAYER} (speculators), which it does not read"
+    if not nested and contract.architecture not in row["architectures"]:
+        known = ", ".join(row["architectures"])
         return f"the architecture {contract.architecture or '(none)'} is not registered; the drafter class is {known}"
-    if rows["loader"]["layers"] == "one" and (layers := _layers(config, contract)) != 1:
-        return f"its config asks for {layers} layers, this release builds exactly one"
-    if "draft_vocab_size" not in config and rows["config"].get("draft_vocab") != "optional":
-        return "config.json has no draft_vocab_size, which the drafter class reads"
-    if rows["d2t"]["absent"] == "error" and "d2t" not in contract.has:
-        return "there is no d2t, and this release reads it without asking"
-    if rows["d2t"].get("full") == "error" and "d2t" in contract.has and contract.draft_vocab == contract.vocab:
-        return "it has a d2t although its vocabulary is not reduced, and this release has no parameter for it then"
-    if hit := next((f for f in fates if f.status == "refused"), None):
-        return f"the name {hit.name} raises an error in this release's loader"
+    fields = _layer_fields(config)
+    if bad := next((n for n in row["numbers"] if n in fields and number(fields[n]) is None), None):
+        return f"{bad} is {str(fields[bad])[:40]!r} in config.json, where a number is needed"
+    if rows["loader"]["layers"] == "one" and (asked := _layers(config, contract)) != 1:
+        return f"its config asks for {asked} layers, this release builds exactly one"
+    if _size(checkpoint, contract, rows) == "error":
+        absent = "has no" if "draft_vocab_size" not in config else "says null for"
+        return f"config.json {absent} draft_vocab_size, which the drafter class reads"
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..engines.rules import RATES, Engine
+from ..engines.data import RATES, Engine
 from ..findings import KitError
 
 _DATA = Engine.load().data

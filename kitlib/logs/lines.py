@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..engines.rules import Engine
+from ..engines.data import Engine
 from .counts import number, plain
 
-LONG = 1 << 20  # bytes of an unfinished line that are kept
+LONG = 1 << 20  # bytes of an unfinished line that are kept; characters of a line that are read
+DEEP = 1000  # lines of a traceback that are kept
+ARGUMENTS = 1 << 18  # characters of start-up options; a syntax tree takes 400 times their size
 _DATA = Engine.load().data
 _SAYS = _DATA["log"]  # the log has no levels: errors and warnings are known by their words
 _STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{3})?)(?: ([^\]\n]{1,60}))?\] ?")
@@ -48,14 +51,15 @@ class Log:
     def parse(cls, text: str | bytes) -> Log:
         """Read a whole log."""
         log = cls()
-        for line in plain(text).split("\n"):
+        for line in io.StringIO(plain(text)):
             log.feed(line)
         log.close()
         return log
 
     def feed(self, line: str) -> None:
-        """Take one line, without its line end."""
-        line = _NOISE.sub("", line).rstrip()
+        """Take one line."""
+        if not (line := _NOISE.sub("", line[:LONG].rstrip("\n")).rstrip()):
+            return
         if row := decode_row(line):
             self.close()
             self.rows.append(row)
@@ -65,7 +69,8 @@ class Log:
             self._time, line = _time(stamp[1]), line[stamp.end() :]
         said = redact(line.strip())[:400]
         if said and self._trace:
-            self._trace.append(redact(line)[:500])
+            if len(self._trace) < DEEP or not line[0].isspace():
+                self._trace.append(redact(line)[:500])
             if not line[0].isspace():  # the exception itself
                 self.close()
             return
@@ -145,6 +150,8 @@ def decode_row(line: str) -> dict[str, Any] | None:
 def flags(line: str) -> dict[str, Any]:
     """Start-up options from a `server_args=…` line, call or dict form; secrets are redacted."""
     text = (line.partition("server_args=")[2] or line).strip()
+    if len(text) > ARGUMENTS:
+        return {}
     for source in (text, re.sub(r"<[^<>]*>", "None", text)):  # with an object among the values: without it
         try:
             tree = ast.parse(source, mode="eval").body
