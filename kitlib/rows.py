@@ -11,6 +11,8 @@ from .engines import accept_rate
 if TYPE_CHECKING:
     from .acceptance import Acceptance
     from .drafter import LoadResult
+    from .engines import Served
+    from .probe import ProbeResult
 
 
 def wiring_rows(wirings: Mapping[str, Wiring]) -> list[dict[str, Any]]:
@@ -26,6 +28,25 @@ def wiring_rows(wirings: Mapping[str, Wiring]) -> list[dict[str, Any]]:
         differs = any(v != values[first] for v in values.values())
         rows.append({"field": name, **shown, "_status": "differs" if differs else ""})
     return rows
+
+
+def probe_rows(result: ProbeResult, rules: Served) -> dict[str, Any]:
+    """What a release really did with the file, in one row, and whether the rules had said so tensor by tensor."""
+    row = {"release": result.engine.partition("==")[2], "status": result.status}
+    if result.status not in ("ran", "refused"):
+        return row | {"why": result.reason, "_status": "not-run"}
+    for status in ("loaded", "renamed", "dropped"):
+        row[status] = len(result.of(status))
+    given = {"embed_tokens.weight"} if rules.wiring.embed_source == "target" else set()  # the target's is put in
+    row["parameters without a tensor"] = len(set(result.missing) - given)
+    for width in (result.trained_width, result.single_width):
+        ran = result.at(width)
+        row[f"fc ran at {width}"] = ran.fc if ran and not ran.error else None
+    said = {f.name for f in rules.of("dropped")}
+    agrees = (result.status == "refused") == bool(rules.refused)
+    agrees &= result.status == "refused" or {k.name for k in result.of("dropped")} == said
+    row["as the rules say"] = agrees
+    return row | {"_status": "dropped" if said else "loaded" if agrees else "fail"}
 
 
 def load_rows(result: LoadResult) -> list[dict[str, Any]]:

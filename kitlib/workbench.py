@@ -23,7 +23,7 @@ from .findings import Evidence, Finding, Fix, KitError, Report
 from .lab.story import RELEASE, Stage, stages
 from .launch import parse
 from .paths import ROOT, cache
-from .rows import accept_row, log_rows, training_rows
+from .rows import accept_row, log_rows, probe_rows, training_rows
 from .training import read_training
 
 if TYPE_CHECKING:
@@ -199,9 +199,16 @@ class Workbench:
         rows = []
         for name, info in sorted(checkpoint.tensors.items()):
             each = {release: fate[name] for release, fate in fates.items()}
-            worst = next((s for s in ("refused", "dropped", "renamed") if s in each.values()), "loaded")
+            worst = next((s for s in ("refused", "dropped", "overwritten", "renamed") if s in each.values()), "loaded")
             rows.append({"tensor": name, "shape": list(info.shape), "dtype": info.dtype, **each, "_status": worst})
         return rows
+
+    def probe_rows(self, stage: Stage, releases: Iterable[str]) -> list[dict[str, Any]]:
+        """One row a release whose own loader is asked about the stage's file; no row where none was named."""
+        from .probe import probe
+
+        asked = {release: probe(stage.drafter, release, target=self.target_path) for release in releases}
+        return [probe_rows(result, self.served(stage, release)) for release, result in asked.items()]
 
     def contract_rows(self, stage: Stage) -> list[dict[str, Any]]:
         """What the trainer meant, each field with where it came from."""

@@ -19,6 +19,7 @@ from kitlib.contract import TargetInfo
 from kitlib.engines import Engine, served
 from kitlib.findings import KitError
 from kitlib.probe import findings, probe, probe_many, release, report
+from kitlib.rows import probe_rows
 
 INSTALLED = importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else ""
 needs_sglang = pytest.mark.skipif(INSTALLED != "0.5.20", reason="sglang 0.5.20 is not installed in this environment")
@@ -58,6 +59,20 @@ def test_the_installed_release_agrees_with_the_rules(asked, tiny_target, name, d
         f.error for f in result.forward
     )
     assert all(f.finite is (True if device == "cpu" else None) for f in result.forward)
+
+
+@needs_sglang
+def test_a_row_for_a_table_says_whether_the_rules_had_said_so(asked, tiny_target):
+    rules = {}
+    for name in ("healthy", "prefix", "class"):
+        checkpoint, contract, _ = contract_of(asked["cpu"][name][0], tiny_target)
+        rules[name] = served(checkpoint, contract, INSTALLED, target=TargetInfo.of(tiny_target))
+    healthy, prefix, refused = (probe_rows(asked["cpu"][n][1], r) for n, r in rules.items())
+    assert (healthy["dropped"], healthy["parameters without a tensor"], healthy["as the rules say"]) == (0, 0, True)
+    assert (healthy[f"fc ran at {3 * HIDDEN}"], healthy[f"fc ran at {HIDDEN}"]) == (True, False)
+    assert prefix["dropped"] and prefix["_status"] == "dropped" and prefix["as the rules say"]
+    assert refused["status"] == "refused" and refused["as the rules say"]
+    assert not probe_rows(asked["cpu"]["prefix"][1], rules["healthy"])["as the rules say"]
 
 
 @needs_sglang
