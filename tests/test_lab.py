@@ -20,6 +20,10 @@ from kitlib.lab.faults import FAULTS, plant
 from kitlib.launch import parse
 
 CLIFFS = {name: fault for name, fault in FAULTS.items() if fault.ceiling}
+SERVED = (  # a checkpoint that says of itself what it was trained with, and is served as something else
+    "layers0-flat", "wrong-prefix", "fc-bypass-eagle", "tied-head", "rope-theta", "d2t-absolute",
+    "ids-plus-one", "ids-minus-one",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,7 @@ def test_each_plant_is_what_its_wiring_says(lab_session, lab_target, measured, t
     session._states, session._held = lab_session._states[:6], lab_session._held
     if fault.plants == "wiring":
         wiring = Wiring.from_dict(json.loads((folder / "wiring.json").read_text()))
-    elif name in ("layers0-flat", "wrong-prefix", "fc-bypass-eagle", "tied-head", "rope-theta", "d2t-absolute"):
+    elif name in SERVED:
         from kitlib.engines import served
 
         algorithm = launch.algorithm if launch else "EAGLE3"
