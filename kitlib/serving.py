@@ -237,7 +237,7 @@ class Serving:
         baseline = self.answers.get("without speculation", (None, None))[1]
         plain = baseline or [t.answer for t in self.workbench.session.texts]
         told = compare(run, baseline) if baseline else {}
-        speed = speed_findings(told, server.why if "CPU engine" in server.why else "") if told else []
+        speed = speed_findings(told, server.why if server.engine == "cpu" else "") if told else []
         return (
             self.judged + text_findings(run, plain, self.workbench.session.target.dtype, self.gaps, self.noise) + speed
         )

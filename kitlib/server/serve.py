@@ -24,10 +24,11 @@ class Server:
 
     def __init__(
         self, client: Client, timeline: Timeline, *, log: Path | None = None, launch: Launch | None = None,
-        process: Process | None = None, why: str = "attached",
+        process: Process | None = None, engine: str = "", why: str = "attached",
     ) -> None:  # fmt: skip
         self.client, self.url, self.timeline, self.log = client, client.url, timeline, log
-        self.launch, self.process, self.why = launch, process, why
+        self.launch, self.process = launch, process
+        self.engine, self.why = engine, why  # "gpu", "cpu" (the kit's CPU engine), or "" for an attached one
         self.findings = [_started(self)]
 
     def __repr__(self) -> str:
@@ -111,7 +112,7 @@ def start(
         )
         if not timeline.ready:
             process.stop()
-        return Server(client, timeline, log=log, launch=launch, process=process, why=why)
+        return Server(client, timeline, log=log, launch=launch, process=process, engine=name, why=why)
     except BaseException:  # Ctrl-C too
         process.stop()
         raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -22,6 +21,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from verified import provenance  # noqa: E402
+
 OUT = ROOT / "data" / "verified" / "convert-speed.md"
 ROUNDS, AT_LEAST, AT_MOST = 3, 0.8, 200  # runs of each way; share of cp's throughput; MB of memory
 H, V, VD, MLP, KV, Q = 7168, 163840, 65536, 18432, 896, 7168
@@ -138,20 +140,14 @@ def main() -> int:
 
     share, memory = median("cp", "write") / median("convert", "write"), max(r["memory"] for r in runs["convert"])
     good = share >= AT_LEAST and memory < AT_MOST and not any(r["torch"] for r in runs["convert"])
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    cpus = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next(
-        (line.split(": ")[1] for line in cpus.splitlines() if line.startswith("model name")), platform.machine()
-    )
     kind = subprocess.run(["stat", "-f", "-c", "%T", place], capture_output=True, text=True).stdout.strip()
+    lines = "\n".join(provenance("python tests/bench/convert_speed.py"))
     text = f"""# Speed of `convert`
 
-`python tests/bench/convert_speed.py` at commit {commit}, Python {platform.python_version()},
-{os.cpu_count()} × {model}, Linux {platform.release()}, file system {kind}.
-Load average while it ran: {min(load):.1f} to {max(load):.1f}; compare the shares, not the seconds. One file of
-{size / 1e6:.0f} MB; source in the page cache; every way ended by fsync; {ROUNDS} interleaved rounds; median. Memory is
+{lines}
+File system {kind}. Load average while it ran: {min(load):.1f} to {max(load):.1f}; compare the shares, not
+the seconds. One file of {size / 1e6:.0f} MB; source in the page cache; every way ended by fsync; {ROUNDS} interleaved
+rounds; median. Memory is
 the largest resident set of the process.
 
 | way | seconds | median | MB/s | throughput / cp's | memory |

@@ -8,10 +8,7 @@ One subprocess a release. Writes data/verified/probe-grid.md; exit code 1 if a r
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +20,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from tiny import DRAFT_VOCAB, HIDDEN, VOCAB, write_drafter  # noqa: E402
+from verified import provenance  # noqa: E402
 
 from kitlib.checkpoint import Checkpoint  # noqa: E402
 from kitlib.contract import Contract, TargetInfo  # noqa: E402
@@ -145,14 +143,13 @@ def main() -> int:
             asked.append(f"| {' | '.join(row)} | {time.monotonic() - start:.0f} s |")
             print(asked[-1], f"{len(wrong)} disagreements so far", flush=True)
     compared = sum(not t.startswith(("not-run", "crashed")) for row in cells.values() for t in row.values())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    versions = (
-        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
-    )
+    lines = "\n".join(provenance(f"python tests/bench/probe_grid.py {' '.join(specs)}"))
     text = f"""# The rules against the releases
 
-`python tests/bench/probe_grid.py {" ".join(specs)}` at {commit.strip()}; {versions}. Drafters are random, of
-hidden size {HIDDEN}, {VOCAB} ids and {DRAFT_VOCAB} draft ids. Compared: whether the release starts, each tensor's
+{lines}
+
+torch {torch.__version__}. Drafters are random, of hidden size {HIDDEN}, {VOCAB} ids and {DRAFT_VOCAB} draft ids.
+Compared: whether the release starts, each tensor's
 fate and the parameter it went into, which parameters get nothing (`unfilled`), whether fc is called when all states
 arrive and when only one does; where the release refuses, its start and the fates. A release is
 its own wheel, fetched with pip, with its own loader and forward pass.
