@@ -98,6 +98,7 @@ def _check(one: Parser) -> None:
     add("--server", metavar="URL", help="a running SGLang server: its own flags are checked in place of --launch")
     add("--log", metavar="FILE", help="a server's log: its flags, where --launch is absent, and what it says of drafts")
     add("--train-metrics", metavar="FILE", help="the trainer's metrics (JSON, JSON lines or log): what they promise")
+    add("--deep", action="store_true", help="read every weight; else 64 KB of each tensor are sampled")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 

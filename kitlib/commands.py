@@ -50,6 +50,7 @@ def _launch(text: str | None):
 def check(args: argparse.Namespace) -> int:
     """Pre-flight; a survey over `all` releases ends in 0, unless releases named beside it have errors."""
     from . import checks
+    from .checks import survey
 
     launch, engines, more = _said(args)
     drafter = args.drafter or launch.drafter
@@ -58,12 +59,14 @@ def check(args: argparse.Namespace) -> int:
             "No drafter was named; give its folder, or a --launch command with --speculative-draft-model-path."
         )
     target = args.target or (launch.target if os.path.isfile(os.path.join(launch.target, "config.json")) else None)
-    found = checks.check(drafter, target=target, engines=engines, launch=launch)
-    found = replace(found, findings=(*found.findings, *more))
+    found = checks.check(drafter, target=target, engines=engines, launch=launch, deep=args.deep)
+    found = replace(found, findings=(*found.findings, *more), extra={**found.extra, **survey.extra(found)})
     if unreadable := next((f for f in found.errors if f.code == "K101"), None):
         if args.json:
             print(found.to_json())
         raise KitError(unreadable.title)
+    if not args.json and (rows := survey.lines(found)):
+        print(_colour("\n".join(rows)), end="\n\n")
     code = _finish(found, args.json)
     if "all" not in (args.engine or ()):
         return code

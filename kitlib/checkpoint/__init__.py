@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -132,6 +133,13 @@ class Checkpoint:
         last = (info.nbytes - block) // item  # the last place where a block may start, in elements
         starts = [info.start + last * i // max(count - 1, 1) * item for i in range(count)]
         return _decode(read_spans(info.file, [(start, block) for start in starts]), info.dtype)
+
+    def chunks(self, name: str, max_bytes: int = 1 << 24) -> Iterator[np.ndarray]:
+        """All of a tensor, flat, in pieces of at most `max_bytes`."""
+        info = self._decodable(name)
+        step = max_bytes // 8 * 8
+        for at in range(0, info.nbytes, step):
+            yield _decode(read_spans(info.file, [(info.start + at, min(step, info.nbytes - at))]), info.dtype)
 
     @cached_property
     def dialect(self) -> str:

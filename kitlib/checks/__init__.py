@@ -64,8 +64,12 @@ def check(
     target: str | Path | None = None,
     engines: tuple[str, ...] = ("",),
     launch: Launch | None = None,
+    deep: bool = False,
 ) -> Report:
-    """Run every check for every release. Raises KitError only for unusable arguments, never for a sick drafter."""
+    """Run every check for every release. Raises KitError only for unusable arguments, never for a sick drafter.
+
+    `deep`: every weight is read, where 64 KB of a tensor are else.
+    """
     launch = launch or Launch()
     for flag in ("speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens", "context-length"):
         launch.number(flag)
@@ -79,7 +83,7 @@ def check(
         return Report(subject, (finding,))
     info = TargetInfo.of(target) if target else None
     contract = Contract.of(checkpoint, info)
-    cases = [_case(checkpoint, contract, info, launch, name, release) for name, release in releases]
+    cases = [_case(checkpoint, contract, info, launch, name, release, deep) for name, release in releases]
     found = [(case, f) for i, case in enumerate(cases) for f in _judge(case, once=not i)]
     general = list(dict.fromkeys(_Hashable(f) for _, f in found if f.engine is None))
 
@@ -126,13 +130,14 @@ def _releases(specs: tuple[str, ...], launch: Launch) -> list[tuple[str, str]]:
 
 
 def _case(
-    checkpoint: Checkpoint, contract: Contract, target: TargetInfo | None, launch: Launch, engine: str, release: str
-) -> Case:
+    checkpoint: Checkpoint, contract: Contract, target: TargetInfo | None, launch: Launch, engine: str, release: str,
+    deep: bool = False,
+) -> Case:  # fmt: skip
     rules = Engine.load(engine)
     known = {r["name"] for r in rules.entries("algorithm", rules.known(release)[0])}
     algorithm = launch.algorithm if launch.flags and launch.algorithm in known else "EAGLE3"  # others: K130
     state = served(checkpoint, contract, release, target=target, algorithm=algorithm, engine=engine)
-    return Case(checkpoint, contract, target, launch, state)
+    return Case(checkpoint, contract, target, launch, state, deep)
 
 
 def _judge(case: Case, *, once: bool) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ class Case:
     target: TargetInfo | None
     launch: Launch
     served: Served
+    deep: bool = False  # read whole tensors where a sample would do
 
     @property
     def engine(self) -> str:

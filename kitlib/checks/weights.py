@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -56,12 +58,46 @@ def unused_weights(case: Case) -> Iterator[Finding]:
     yield Finding.of("K104", f"{name}{more} is not used: {why}", engine=case.engine, evidence=evidence)
 
 
+@dataclass
+class Values:
+    """What is kept of the values of a tensor, piece by piece."""
+
+    size: int = 0
+    unsound: int = 0  # NaN or infinite
+    low: float = math.inf
+    high: float = -math.inf
+    total: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, pieces: Iterable[np.ndarray]) -> Values:
+        seen = cls()
+        for piece in pieces:
+            seen.size += piece.size
+            sound = np.isfinite(piece)
+            if not sound.all():
+                seen.unsound += int(piece.size - sound.sum())
+                piece = piece[sound]
+            if piece.size:
+                seen.low, seen.high = min(seen.low, float(piece.min())), max(seen.high, float(piece.max()))
+                seen.total += float(piece.sum(dtype=np.float64))
+                seen.squares += float(np.square(piece, dtype=np.float64).sum())
+        return seen
+
+    def as_drawn(self, spread: float) -> bool:
+        """Mean and deviation of N(0, spread) within four standard errors, and bf16's rounding."""
+        mean = self.total / self.size
+        error = 4 / math.sqrt(2 * self.size) + 0.005
+        deviation = math.sqrt(max(self.squares / self.size - mean**2, 0))
+        return abs(deviation / spread - 1) < error and abs(mean) < 4 * spread / self.size**0.5
+
+
 def untrained_weights(case: Case) -> Iterator[Finding]:
-    """K105: zeros, NaN, constants, and layers that are as an initialiser leaves them; 64 KB a tensor are read."""
+    """K105: zeros, NaN, constants, and layers that are as an initialiser leaves them; 64 KB a tensor, or all of it."""
     if case.checkpoint.hub:
         yield Finding.of("K105", BY_HEADERS, status="not-run")
         return
-    layers: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    layers: dict[str, dict[str, Values]] = defaultdict(dict)
     problems, skipped, seen = {}, [], 0
     for name, info in case.checkpoint.tensors.items():
         canonical = case.checkpoint.canonical(name)
@@ -70,16 +106,17 @@ def untrained_weights(case: Case) -> Iterator[Finding]:
         if info.dtype not in ("F16", "BF16", "F32", "F64"):
             skipped.append(f"{name} is {info.dtype}")
             continue
-        values = case.checkpoint.sample(name).astype(np.float32)
+        pieces = case.checkpoint.chunks(name) if case.deep else [case.checkpoint.sample(name)]
+        values = Values.of(pieces)
         seen += 1
         if not values.size:
             continue
-        if not np.isfinite(values).all():
-            problems[name] = f"holds {int((~np.isfinite(values)).sum())} NaN or infinite values of {values.size} read"
-        elif not values.any():
+        if values.unsound:
+            problems[name] = f"holds {values.unsound} NaN or infinite values of {values.size} read"
+        elif values.low == values.high == 0:
             problems[name] = "is all zeros"
-        elif len(info.shape) == 2 and values.size > 1 and values.min() == values.max():
-            problems[name] = f"is {values[0]:g} everywhere"
+        elif len(info.shape) == 2 and values.size > 1 and values.low == values.high:
+            problems[name] = f"is {values.low:g} everywhere"
         if canonical.startswith("layers."):
             layers[canonical.split(".")[1]][canonical] = values
     spread = number(case.checkpoint.config.get("initializer_range")) or 0.02
@@ -94,7 +131,11 @@ def untrained_weights(case: Case) -> Iterator[Finding]:
     elif skipped:
         yield Finding.of("K105", f"{len(skipped)} tensors are not decoded: {skipped[0]}", status="not-run")
     else:
-        yield Finding.of("K105", status="pass", evidence=[Evidence("tensor", f"{seen} tensors sampled")])
+        yield Finding.of(
+            "K105",
+            status="pass",
+            evidence=[Evidence("tensor", f"{seen} tensors {'read whole' if case.deep else 'sampled'}")],
+        )
 
 
 def quantization(case: Case) -> Iterator[Finding]:
@@ -144,24 +185,18 @@ def _later_input_norm(canonical: str | None) -> bool:
     return len(parts) == 4 and parts[0] == "layers" and parts[1] != "0" and parts[2] == "input_layernorm"
 
 
-def _as_initialised(tensors: dict[str, np.ndarray], spread: float) -> bool:
+def _as_initialised(tensors: dict[str, Values], spread: float) -> bool:
     """All seven matrices N(0, spread) within sampling error, and every norm exactly one: no single matrix proves it."""
     norms = [v for n, v in tensors.items() if n.endswith("norm.weight")]
     matrices = [v for n, v in tensors.items() if n.endswith("_proj.weight")]
-    if len(matrices) < MATRICES or not norms or not all((v == 1).all() for v in norms):
+    if len(matrices) < MATRICES or not norms or not all(v.low == v.high == 1 for v in norms):
         return False
-    return all(_moments(values, spread) for values in matrices)
-
-
-def _moments(values: np.ndarray, spread: float) -> bool:
-    """Mean and deviation of N(0, spread) within four standard errors, and bf16's rounding."""
-    error = 4 / np.sqrt(2 * values.size) + 0.005
-    return abs(float(values.std()) / spread - 1) < error and abs(float(values.mean())) < 4 * spread / values.size**0.5
+    return all(values.as_drawn(spread) for values in matrices)
 
 
 def drawn(values: np.ndarray, spread: float) -> bool:
     """Whether values look drawn from N(0, spread), its fourth moment included: one matrix can tell, if it has many."""
-    if values.size < 500 or not _moments(values, spread):
+    if values.size < 500 or not Values.of([values]).as_drawn(spread):
         return False
     fourth = float((values**4).mean()) / spread**4
     return abs(fourth - 3) < 4 * (96 / values.size) ** 0.5 + 0.1
