@@ -1,142 +1,41 @@
 """Wiring search: which wiring explains what an engine accepted; single switches, then pairs, each replayed.
 
-Evidence comes in three strengths. Rounds prompt by prompt, on the same prompts in float32, are matched exactly. A
-histogram, or totals alone, give a likelihood, and wirings that they cannot tell apart are reported as a set.
+Evidence comes in three strengths. Rounds prompt by prompt, on the same prompts in float32, are matched exactly. So
+are the tensors that an engine computed over one text. A histogram, acceptance by position, or totals alone give a
+likelihood, and wirings that they cannot tell apart are reported as a set.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .acceptance import Acceptance
-from .contract import Contract, Wiring, default_boundaries
+from .contract import Wiring
 from .diagnose import Session
-from .findings import Evidence, Finding, KitError, read_bounded
+from .divergence import MARGIN, error, stage_floor, stages
+from .findings import Evidence, Finding, KitError
+from .observed import Observed
+from .switches import both, candidates
 
-MATRICES = tuple(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo") + tuple(
-    f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
-)
-NORMS = tuple(f"layers.0.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
-LARGEST, ROUNDS = 1 << 24, 1 << 22  # bytes of a file of observations; rounds that it may tell one by one
-DEEPEST = 256  # drafts that one round may accept
-BEAM, KEEP, FIRST = 5, 10, 4  # pairs are built on so many; singles that see all prompts; prompts of the first look
-Switch = Callable[[Wiring], Wiring]
-
-
-def _shift(by: int) -> Switch:
-    return lambda w: w.but(boundaries=tuple(b + by for b in w.boundaries))
-
-
-def _order(*places: int) -> Switch:
-    return lambda w: w.but(boundaries=tuple(w.boundaries[p] for p in places)) if len(w.boundaries) == 3 else w
-
-
-def _dropped(*names: str) -> Switch:
-    return lambda w: w.but(dropped=(*w.dropped, *(n for n in names if n not in w.dropped)))
-
-
-SWITCHES: dict[str, Switch] = {
-    "fc-bypass-config": lambda w: w.but(capture="final", fc=False),
-    "fc-bypass-eagle": lambda w: w.but(capture="final", fc=False, head_source="target", d2t="identity", logit_cut=True),
-    "layer-dropped": _dropped(*MATRICES, *NORMS),
-    "attention-dropped": _dropped(*MATRICES[:4]),
-    "mlp-dropped": _dropped(*MATRICES[4:]),
-    "norms-dropped": _dropped(*NORMS, "norm.weight"),
-    "fc-dropped": _dropped("fc.weight"),
-    "head-dropped": _dropped("lm_head.weight"),
-    "block-order": _order(2, 1, 0),
-    "blocks-rotated": _order(1, 2, 0),
-    "low-and-middle-swapped": _order(1, 0, 2),
-    "ids-minus-one": _shift(-1),
-    "ids-plus-one": _shift(1),
-    "features-normed": lambda w: w.but(capture="normed"),
-    "features-zeroed": lambda w: w.but(capture="zeros"),
-    "residual-other": lambda w: w.but(residual="hidden" if w.residual == "normed" else "normed"),
-    "feedback-other": lambda w: w.but(feedback="pre-norm" if w.feedback == "post-norm" else "post-norm"),
-    "input-norm-off": lambda w: w.but(norm_before_fc=False),
-    "fc-norm-off": lambda w: w.but(fc_norm=False),
-    "later-norm-other": lambda w: w.but(later_norm="hidden_norm" if w.later_norm[0] == "i" else "input_layernorm"),
-    "embedding-of-target": lambda w: w.but(embed_source="target"),
-    "head-of-target": lambda w: w.but(head_source="target", logit_cut=True),
-    "tied-head": lambda w: w.but(head_source="embedding", logit_cut=True),
-    "d2t-absent": lambda w: w.but(d2t="identity"),
-    "d2t-absolute": lambda w: w.but(d2t="doubled"),
-    "rope-theta": lambda w: w.but(rope=type(w.rope)(10_000.0)),
-    "token-not-shifted": lambda w: w.but(token_shift=0),
-}
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What an engine accepted. `rounds` are sorted within a prompt where the engine tells a histogram a request."""
-
-    rounds: tuple[tuple[int, ...], ...] = ()  # [prompt][round]; empty where only totals are known
-    histogram: tuple[int, ...] = ()  # rounds that accepted 0, 1, 2 … drafts
-    accepted: int = 0
-    verified: int = 0
-
-    @classmethod
-    def of(cls, acceptance: Acceptance, strength: str = "rounds") -> Observed:
-        """From a measurement, as strong as asked: rounds, histogram or totals."""
-        rounds = tuple(tuple(sorted(r)) for r in acceptance.rounds) if strength == "rounds" else ()
-        counted = tuple(acceptance.histogram) if strength != "totals" else ()
-        return cls(rounds, counted, acceptance.accepted, acceptance.verified)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Observed:
-        """From the JSON of `bench`, or {"rounds"}, {"histogram"} or {"accepted", "verified"}."""
-        try:
-            raw = json.loads(read_bounded(path, LARGEST, "counts"))
-            raw = raw.get("bench", raw)
-            each = [r["counts"]["histogram"] for r in sorted(raw.get("requests") or (), key=lambda r: r["prompt"])]
-            if sum(sum(_counts(h)) for h in each) > ROUNDS:
-                raise ValueError("there are too many of them")
-            given = raw.get("rounds") or [[k for k, n in enumerate(h) for _ in range(n)] for h in each]
-            rounds = tuple(tuple(sorted(_counts(r, DEEPEST))) for r in given)
-            flat = [k for r in rounds for k in r]
-            counted = _counts(np.bincount(flat).tolist() if flat else raw.get("histogram") or [])
-            a, v = sum(k * n for k, n in enumerate(counted)), sum(counted)
-            told = _counts([raw.get("accepted", a), raw.get("verified", v)], 1 << 40)
-            if counted and told != (a, v):
-                raise ValueError(f"its histogram has {a} accepted in {v} rounds, beside it stands {told}")
-            found = cls(rounds, counted, *told)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            reason = str(error)[:100] or type(error).__name__
-            raise KitError(f"{path} tells no rounds, histogram, or accepted and verified ({reason}).") from None
-        if found.verified < 1 or found.accepted < 0:
-            raise KitError(f"{path} tells no verify round, so nothing can be explained.")
-        return found
-
-
-def _counts(values: Any, most: int = 1 << 24) -> tuple[int, ...]:
-    """Whole numbers from 0 to `most`; ValueError for anything else."""
-    if not isinstance(values, (list, tuple)) or any(type(x) is not int or not 0 <= x <= most for x in values):
-        raise ValueError("counts are whole numbers of 0 or more")
-    if len(values) > LARGEST:
-        raise ValueError("there are too many of them")
-    return tuple(values)
+BEAM, KEEP, FIRST = 5, 10, 4  # pairs are built on so many; wirings that see all prompts; prompts of the first look
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """One wiring against what was observed."""
+    """One wiring against what was observed, on the prompts that it was replayed on (all, or those of a look)."""
 
     name: str
     wiring: Wiring
     acceptance: Acceptance
     equal: int | None  # prompts whose rounds are the same; None where rounds are not known
     likelihood: float  # natural logarithm, as if rounds were independent
-
-    @property
-    def key(self) -> tuple[int, float]:
-        return (self.equal or 0, self.likelihood)
 
 
 @dataclass(frozen=True)
@@ -149,10 +48,9 @@ class Explanation:
     cluster: float = 1.0  # rounds that count as one, as rounds of one prompt are alike
 
     def odds(self, name: str) -> float:
-        """How many times likelier the best one is than this."""
-        other = next(r for r in self.ranked if r.name == name)
-        best = max(r.likelihood for r in self.ranked)
-        return math.exp(min(700.0, (best - other.likelihood) / self.cluster))
+        """How many times likelier the best one is than this: no fault, one and two are equally likely before."""
+        weight = dict(zip((r.name for r in self.ranked), _posterior(self.ranked, self.cluster), strict=True))
+        return math.exp(min(700.0, max(weight.values()) - weight[name]))
 
     def rows(self, most: int = 10) -> list[dict[str, Any]]:
         """For a table: accept length with interval, equal prompts, odds of the best one over it."""
@@ -169,22 +67,6 @@ class Explanation:
         ]
 
 
-def candidates(trained: Wiring, contract: Contract, depth: int) -> dict[str, Wiring]:
-    """The trained wiring and every single switch that changes it and can run."""
-    found = {"as trained": trained, "default-boundaries": trained.but(boundaries=default_boundaries(depth))}
-    found |= {name: switch(trained) for name, switch in SWITCHES.items()}
-    return {n: w for n, w in found.items() if n == "as trained" or (w != trained and runs(w, contract, depth))}
-
-
-def runs(wiring: Wiring, contract: Contract, depth: int) -> bool:
-    """Whether states, widths and tensors allow this wiring."""
-    low = wiring.capture == "normed"
-    inside = all(0 <= b <= depth - low for b in wiring.boundaries)
-    fits = wiring.fc or contract.target_hidden == contract.hidden
-    embeds = wiring.embed_source == "own" or contract.target_hidden == contract.hidden
-    return inside and fits and embeds and (wiring.d2t == "identity" or "d2t" in contract.has)
-
-
 def search(
     session: Session,
     observed: Observed,
@@ -192,9 +74,11 @@ def search(
     pairs: bool = True,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Explanation:
-    """Rank the single switches, then pairs on the best of them; it stops where rounds are matched exactly.
+    """Rank the single switches, then pairs; it stops where rounds are matched exactly.
 
-    A first look at a few prompts leaves the less likely half behind. KitError where other prompts were observed.
+    A look at a few prompts decides what is replayed on all of them; the others keep what the look gave, which is
+    less certain and counts as such. Pairs are built on the best five, then on the other single switches. KitError
+    where other prompts were observed.
     """
     if observed.rounds and len(observed.rounds) != len(session.texts):
         raise KitError(
@@ -203,47 +87,54 @@ def search(
     deepest = max((k for k, n in enumerate(observed.histogram) if n), default=0)
     if deepest > session.steps or observed.accepted > session.steps * observed.verified:
         raise KitError(f"More drafts were accepted in a round than {session.steps} steps can give; name the steps.")
-    depth, contract = session.target.info.layers, session.contract
+    depth, contract, count = session.target.info.layers, session.contract, len(session.texts)
     singles = candidates(session.trained, contract, depth)
-    states = session.states(singles.values())
-    few = len(session.texts) if len(session.texts) < 3 * FIRST else max(FIRST, len(session.texts) // 4)
-    start = replace(session, texts=session.texts[:few], _states=states[:few], _held=set(session._held))
-    part = replace(observed, rounds=observed.rounds[:few])
-    if observed.rounds:
-        part = Observed.of(Acceptance(part.rounds, session.steps))
-    look = _rank(start, part, singles, progress) if few < len(session.texts) else ()
-    kept = {r.name for r in look[: max(KEEP, len(look) // 2)]} | {"as trained"} if look else set(singles)
-    ranked = _rank(session, observed, {n: w for n, w in singles.items() if n in kept}, progress)
-    if pairs and not _exact(ranked, observed):
-        both = {}
-        for one in ranked[:BEAM]:
-            for name, switch in SWITCHES.items():
-                wiring = switch(one.wiring)
-                fresh = wiring not in (r.wiring for r in ranked) and wiring not in both.values()
-                if one.name != "as trained" and fresh and runs(wiring, contract, depth):
-                    both[f"{one.name} + {name}"] = wiring
-        session.states(both.values())
-        held = replace(session, texts=session.texts[:few], _states=session._states[:few], _held=set(session._held))
-        look = _rank(held, part, both, progress)
-        best = {r.name: r.wiring for r in look[:KEEP]}
-        ranked = tuple(sorted((*ranked, *_rank(session, observed, best, progress)), key=lambda r: r.key, reverse=True))
-    exact = _exact(ranked, observed)
-    cluster = _cluster(ranked)
+    few = count if count < 3 * FIRST else max(FIRST, count // 4)
+    ranked = _halve(session, observed, singles, few, max(KEEP, len(singles) // 2), progress)
+    for beam in (ranked[:BEAM], ranked[BEAM:]) if pairs else ():
+        if not _exact(ranked, observed):
+            known = [*singles.values(), *(r.wiring for r in ranked)]
+            more = both({r.name: r.wiring for r in beam}, known, contract, depth)
+            ranked = _sorted([*ranked, *_halve(session, observed, more, min(few, FIRST), KEEP, progress)])
+    exact, cluster = _exact(ranked, observed), _cluster(ranked)
     alike = [r.name for r in ranked if r.equal == len(observed.rounds)] if exact else _alike(ranked, cluster)
     return Explanation(ranked, tuple(alike), exact, cluster)
 
 
-def _rank(
-    session: Session, observed: Observed, wirings: Mapping[str, Wiring], progress: Callable[[Iterable], Iterable]
-) -> tuple[Ranked, ...]:
-    found = []
-    for name, wiring in progress(list(wirings.items())):
-        acceptance = session.measure(wiring)
-        equal = None
-        if observed.rounds:
-            equal = sum(tuple(sorted(a)) == b for a, b in zip(acceptance.rounds, observed.rounds, strict=True))
-        found.append(Ranked(name, wiring, acceptance, equal, _likelihood(acceptance, observed)))
-    return tuple(sorted(found, key=lambda r: r.key, reverse=True))
+def _halve(
+    session: Session, observed: Observed, wirings: Mapping[str, Wiring], few: int, keep: int,
+    progress: Callable[[Iterable], Iterable],
+) -> tuple[Ranked, ...]:  # fmt: skip
+    """These wirings on the first `few` prompts, and the `keep` best of them (and the trained one) on the rest too."""
+    states = session.states(wirings.values() or [session.trained])
+
+    def replayed(names: Iterable[str], part: slice) -> dict[str, Acceptance]:
+        some = replace(session, texts=session.texts[part], _states=states[part], _held=set(session._held))
+        return {name: some.measure(wirings[name]) for name in progress(list(names))}
+
+    def rank(measured: Mapping[str, Acceptance]) -> tuple[Ranked, ...]:
+        found = []
+        for name, a in measured.items():
+            equal = sum(tuple(sorted(x)) == y for x, y in zip(a.rounds, observed.rounds, strict=False))
+            told = equal if observed.rounds else None
+            found.append(Ranked(name, wirings[name], a, told, _likelihood(a, observed)))
+        return _sorted(found)
+
+    look = replayed(wirings, slice(0, few))
+    if few == len(session.texts):
+        return rank(look)
+    best = {r.name for r in rank(look)[:keep]} | ({"as trained"} & set(wirings))
+    rest = replayed(best, slice(few, None))
+    whole = {n: Acceptance((*look[n].rounds, *a.rounds), session.steps) for n, a in rest.items()}
+    return rank(look | whole)
+
+
+def _sorted(found: Iterable[Ranked]) -> tuple[Ranked, ...]:
+    """Best first: equal prompts, then the posterior."""
+    found = list(found)
+    weight = _posterior(found, _cluster(found)) if found else ()
+    order = sorted(zip(found, weight, strict=True), key=lambda x: (x[0].equal or 0, x[1]), reverse=True)
+    return tuple(r for r, _ in order)
 
 
 def _exact(ranked: Sequence[Ranked], observed: Observed) -> bool:
@@ -251,15 +142,21 @@ def _exact(ranked: Sequence[Ranked], observed: Observed) -> bool:
 
 
 def _likelihood(acceptance: Acceptance, observed: Observed) -> float:
-    """Logarithm of the probability of what was observed, if rounds were independent."""
-    share = _share(acceptance)
+    """Logarithm of the probability of what was observed, if rounds were independent.
+
+    What was replayed is a sample too: the share of each outcome is known from so many rounds and no better.
+    """
+    counts = np.array(acceptance.histogram, dtype=float)
     if observed.histogram:
-        seen = np.zeros(len(share))
+        seen, known = np.zeros(len(counts)), counts + 0.5
         for k, n in enumerate(observed.histogram):
-            seen[min(k, len(share) - 1)] += n
-        return float(seen @ np.log(share))
-    gap, spread = observed.accepted / observed.verified - float(share @ np.arange(len(share))), _spread(share)
-    return -0.5 * gap**2 * observed.verified / spread - 0.5 * math.log(spread)
+            seen[min(k, len(counts) - 1)] += n
+        gamma = np.vectorize(math.lgamma)
+        total = gamma(known.sum()) - gamma(known.sum() + seen.sum())
+        return float(total + (gamma(known + seen) - gamma(known)).sum())
+    gap = observed.accepted / observed.verified - acceptance.accept_length + 1
+    spread = _spread(_share(acceptance)) * (1 / observed.verified + 1 / max(1, acceptance.verified))
+    return -0.5 * gap**2 / spread - 0.5 * math.log(spread)
 
 
 def _share(acceptance: Acceptance) -> np.ndarray:
@@ -283,12 +180,65 @@ def _cluster(ranked: Sequence[Ranked]) -> float:
     return max(1.0, float(np.median(found)))
 
 
+def _posterior(ranked: Sequence[Ranked], cluster: float) -> np.ndarray:  # [ranked]
+    """Logarithm of each wiring's weight: no fault, one and two are equally likely, and so are all within each."""
+    kinds = [0 if r.name == "as trained" else 1 + r.name.count(" + ") for r in ranked]
+    return np.array([r.likelihood / cluster - math.log(kinds.count(k)) for r, k in zip(ranked, kinds, strict=True)])
+
+
 def _alike(ranked: Sequence[Ranked], cluster: float) -> list[str]:
-    """The smallest set that holds 95 % of the probability, all wirings being equally likely before."""
-    order = sorted(ranked, key=lambda r: r.likelihood, reverse=True)
-    weight = np.exp([(r.likelihood - order[0].likelihood) / cluster for r in order])
-    enough = int(np.searchsorted(np.cumsum(weight) / weight.sum(), 0.95)) + 1
-    return [r.name for r in order[:enough]]
+    """The smallest set that holds 95 % of the posterior."""
+    log = _posterior(ranked, cluster)
+    weight, order = np.exp(log - log.max()), np.argsort(-log, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(weight[order]) / weight.sum(), 0.95)) + 1
+    return [ranked[i].name for i in order[:enough]]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """One wiring against tensors that an engine computed: those that agree with it, and those that do not."""
+
+    name: str
+    wiring: Wiring
+    agree: tuple[str, ...]
+    differ: tuple[str, ...]
+
+
+@torch.inference_mode()
+def match(session: Session, seen: Mapping[str, Tensor], text: int = 0) -> tuple[Matched, ...]:
+    """Wirings by the tensors of one text, names and shapes as in `divergence.stages`; features alone will do.
+
+    Best first; those that agree in as many as the first cannot be told from it. Pairs are tried on the best five.
+    """
+    depth, contract, steps = session.target.info.layers, session.contract, 1 + max("step 2" in n for n in seen)
+    singles = candidates(session.trained, contract, depth)
+    floor: dict[str, float] = {}
+
+    alone = replace(session, texts=[session.texts[text]], _states=[], _held=set())
+
+    def against(wirings: Mapping[str, Wiring]) -> list[Matched]:
+        found, (states,) = [], alone.states([*singles.values(), *wirings.values()])
+        ids = torch.tensor(states.text.ids, device=session.target.device)
+        for name, wiring in wirings.items():
+            drafter, features = session.load(wiring)[0], states.select(wiring).to(ids.device)
+            floor.update({} if floor else stage_floor(drafter, features, ids, steps))
+            mine = stages(drafter, features, ids, steps)
+            agree = tuple(n for n, x in seen.items() if _same(x.to(ids.device), mine[n], MARGIN * floor[n]))
+            found.append(Matched(name, wiring, agree, tuple(n for n in seen if n not in agree)))
+        return sorted(found, key=lambda m: -len(m.agree))
+
+    ranked = against(singles)
+    if ranked[0].differ:
+        more = against(both({m.name: m.wiring for m in ranked[:BEAM]}, singles.values(), contract, depth))
+        ranked = sorted([*ranked, *more], key=lambda m: -len(m.agree))
+    return tuple(ranked)
+
+
+def _same(a: Tensor, b: Tensor, line: float) -> bool:
+    """Equal within the noise; of token ids the share that differs counts."""
+    if a.shape != b.shape:
+        return False
+    return (error(a, b) if a.is_floating_point() else float((a != b).double().mean())) <= line
 
 
 def search_findings(found: Explanation) -> list[Finding]:

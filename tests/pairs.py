@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import DRAFT_VOCAB, HIDDEN, LAYERS, VOCAB, write_drafter
 
+from kitlib.checkpoint import INDEX
+
 CHAIN = "--speculative-algorithm EAGLE3 --speculative-num-steps 3 --speculative-eagle-topk 1"
 CHAIN += " --speculative-num-draft-tokens 4"
 VLLM = '{"method": "eagle3", "num_speculative_tokens": 3}'
@@ -35,21 +37,30 @@ MAPS = {  # d2t by name, made of the healthy offsets
     "shifted": lambda d2t: d2t + 1,
     "identity": lambda d2t: torch.arange(VOCAB),
     "full": lambda d2t: torch.zeros(VOCAB, dtype=torch.long),
+    "twice": lambda d2t: torch.cat([d2t[:1], d2t[:-1]]),  # draft ids 1 and 2 both mean target id 2
+    "beyond": lambda d2t: d2t.index_fill(0, torch.tensor([len(d2t) - 1]), VOCAB),
 }
 LATENT = {"q_a_proj": (16, 2 * HIDDEN), "q_a_layernorm": (16,), "q_b_proj": (48, 16), "kv_a_layernorm": (16,)}
 LATENT |= {"kv_a_proj_with_mqa": (24, 2 * HIDDEN), "kv_b_proj": (64, 16)}
+
+
+FORM = ("keys", "prefix", "cast", "fill", "dtype", "shards", "damage", "lose")  # how the files are written
 
 
 def build(folder: Path, case: Mapping[str, Any]) -> tuple[Path, Path]:
     """(drafter, target) of a case."""
     wanted = dict(case.get("drafter", {}))
     special = ("nested", "full_vocabulary", "own_embedding", "random_embedding", "states", "d2t", "tensors", "fp8")
-    special += ("initial", "latent", "later_norm", "verifier")
+    special += ("initial", "latent", "later_norm", "verifier", *FORM, "outer")
     ask = {name: wanted.pop(name, None) for name in special}
+    if ask["dtype"]:
+        wanted["dtype"] = wanted["torch_dtype"] = ask["dtype"]
     drop, layer = wanted.pop("drop", []), "layers.0.self_attn."
     wanted |= dict.fromkeys(wanted.pop("without", ()), ...) | dict.fromkeys(wanted.pop("null", ()))
     values = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "vocab_size": VOCAB}
     values |= {"num_hidden_layers": LAYERS, "max_position_embeddings": 512, **case.get("target", {})}
+    wrapped = values.pop("wrapped", None)
+    values = {k: v for k, v in values.items() if k not in values.get("without", ()) and k != "without"}
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -78,12 +89,58 @@ def build(folder: Path, case: Mapping[str, Any]) -> tuple[Path, Path]:
     drafter = write_drafter(folder / "drafter", extra=extra, drop=drop, rename=rename, **wanted)
     rewrite(drafter / "model.safetensors", ask, normal)
     if ask["nested"]:
-        nest(drafter, ask["verifier"] or "org/target")
+        nest(drafter, ask["verifier"] or "org/target", ask["outer"] or {})
+    put(drafter, ask)
     target = folder / "target"
     target.mkdir()
-    (target / "config.json").write_text(json.dumps(values))
-    save_file({"model.embed_tokens.weight": embedding}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps({**wrapped, "text_config": values} if wrapped else values))
+    named = "language_model.model.embed_tokens.weight" if wrapped else "model.embed_tokens.weight"
+    save_file({named: embedding}, target / "model.safetensors")
     return drafter, target
+
+
+def put(drafter: Path, ask: Mapping[str, Any]) -> None:
+    """The files in the form that is asked of them: names, dtypes, shards, damage."""
+    config, file = drafter / "config.json", drafter / "model.safetensors"
+    values = json.loads(config.read_text())
+    for within in (values, values.get("transformer_layer_config")):
+        if isinstance(within, dict):
+            within |= {k: None for k, v in within.items() if v == "null"}
+    config.write_text(json.dumps(values))
+    dtypes = dict.fromkeys(ask["cast"] or ()) and {k: getattr(torch, v) for k, v in ask["cast"].items()}
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        if any(lost in name for lost in ask["lose"] or ()):
+            continue
+        if name in (ask["fill"] or {}):
+            tensor = torch.full_like(tensor, float(ask["fill"][name]))
+        if ask["dtype"] and tensor.dtype == torch.float32:
+            tensor = tensor.to(getattr(torch, ask["dtype"]))
+        tensor = tensor.to(dtypes.get(name, tensor.dtype))
+        bare = name in ("lm_head.weight", "d2t", "t2d") and ask["prefix"] == "model."
+        name = name.replace(*ask["keys"]) if ask["keys"] else name
+        tensors[name if bare else (ask["prefix"] or "") + name] = tensor
+    save_file(tensors, file)
+    if ask["shards"]:
+        names = sorted(tensors)
+        parts = [f"model-{i + 1:05}-of-{ask['shards']:05}.safetensors" for i in range(ask["shards"])]
+        where = {n: parts[i * len(parts) // len(names)] for i, n in enumerate(names)}
+        for part in parts:
+            save_file({n: tensors[n] for n in names if where[n] == part}, drafter / part)
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        (drafter / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
+        file.unlink()
+        file = drafter / parts[-1]
+    match ask["damage"]:
+        case "missing shard":
+            file.unlink()
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-100])
+        case "lfs":
+            file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 2390000\n")
+        case "pickle":
+            torch.save(tensors, drafter / "pytorch_model.bin")
+            file.unlink()
 
 
 def rewrite(file: Path, ask: Mapping[str, Any], normal: Any) -> None:
@@ -102,19 +159,21 @@ def rewrite(file: Path, ask: Mapping[str, Any], normal: Any) -> None:
     save_file(tensors, file)
 
 
-def nest(drafter: Path, verifier: str) -> None:
-    """A flat config in speculators' form."""
+def nest(drafter: Path, verifier: str, outer: Mapping[str, Any]) -> None:
+    """A flat config in speculators' form; `outer` changes its own fields."""
     flat = json.loads((drafter / "config.json").read_text())
     whole = {k: flat.pop(k) for k in OUTER if k in flat} | {"architectures": ["Eagle3Speculator"]}
     whole |= {"speculators_model_type": "eagle3", "speculators_version": "0.7.0", "transformer_layer_config": flat}
     named = {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]}
-    whole |= {"speculators_config": {"algorithm": "eagle3", "verifier": named}}
+    whole |= {"speculators_config": {"algorithm": "eagle3", "verifier": named}} | outer
     (drafter / "config.json").write_text(json.dumps(whole))
 
 
 def command(case: Mapping[str, Any], drafter: Path, flags: str = "") -> str:
     """The launch command: `flags` (default: the case's own, else a chain) and what the case adds."""
     more, served = case.get("extra_flags", ""), case.get("served", "org/target")
+    if "launch" in case:
+        return case["launch"].replace("{drafter}", str(drafter))
     if case["engine"].startswith("vllm"):
         config = json.loads(flags or case.get("flags", VLLM)) | {"model": str(drafter)}
         return f"vllm serve {served} {more} --speculative-config {shlex.quote(json.dumps(config))}"

@@ -18,7 +18,7 @@ from kitlib.comparison import (
 from kitlib.divergence import MARGIN, diverge, error
 from kitlib.features import Target
 from kitlib.findings import KitError
-from kitlib.search import SWITCHES
+from kitlib.switches import SWITCHES
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,9 @@ import pytest
 
 from kitlib.acceptance import Acceptance
 from kitlib.findings import KitError
-from kitlib.search import SWITCHES, Observed, candidates, search, search_findings
+from kitlib.observed import Observed
+from kitlib.search import search, search_findings
+from kitlib.switches import SWITCHES, candidates
 
 
 def test_every_single_switch_is_found_by_its_rounds(tiny_session):

@@ -21,7 +21,7 @@ from ..checkpoint import Checkpoint
 from ..contract import Contract, Wiring
 from ..drafter import fill_value
 from ..findings import KitError, write_atomic
-from ..search import MATRICES, NORMS, SWITCHES
+from ..switches import MATRICES, NORMS, SWITCHES
 from . import drafter_path
 
 Tensors = dict[str, Tensor]
