@@ -17,7 +17,18 @@ ALIASES = {  # other spellings of the same flag
     "speculative-algo": "speculative-algorithm",
     "speculative-draft": "speculative-draft-model-path",
     "max-model-len": "context-length",  # vLLM
+    "pp-size": "pipeline-parallel-size",
+    "tp-size": "tensor-parallel-size",
+    "tp": "tensor-parallel-size",
 }
+SHORT = {"-q": "quantization", "-pp": "pipeline-parallel-size", "-tp": "tensor-parallel-size"}  # vLLM's, with those
+SHORT |= {"-sc": "speculative-config", "-dp": "data-parallel-size", "-n": "nnodes", "-ep": "enable-expert-parallel"}
+WHOLE = (  # flags that the checks read: argparse takes any beginning of a name that fits one alone
+    "speculative-algorithm speculative-draft-model-path speculative-num-steps speculative-eagle-topk quantization"
+    " speculative-num-draft-tokens context-length attention-backend page-size disable-cuda-graph speculative-token-map"
+    " speculative-draft-model-quantization speculative-accept-threshold-single speculative-accept-threshold-acc"
+).split()
+DOTTED = "speculative-config."  # vLLM: --speculative-config.method eagle3
 ENGINES = {
     "sglang.launch_server": "sglang",
     "sglang": "sglang",
@@ -89,8 +100,12 @@ def parse(text: str) -> Launch:
         raise KitError("The launch command starts no known server; paste `python -m sglang.launch_server …` whole.")
     flags = _flags(words[start:], engine)
     raw = flags.get("speculative-config")
-    if isinstance(raw, str):
-        flags |= _vllm(raw)
+    parts = {k.removeprefix(DOTTED).replace("-", "_"): v for k, v in flags.items() if k.startswith(DOTTED)}
+    if isinstance(raw, str) or parts:
+        flags |= _vllm(raw if isinstance(raw, str) else "{}", parts)
+    if engine == "vllm" and (length := _length(flags.get("context-length"))) != flags.get("context-length"):
+        flags = {k: v for k, v in flags.items() if k != "context-length"}
+        flags |= {"context-length": length} if length else {}
     shown = {k: "…" if _SECRET.search(k) else v for k, v in env.items()}
     return Launch(engine, flags, shown, joined)
 
@@ -119,9 +134,12 @@ def _flags(words: list[str], engine: str) -> dict[str, Any]:
     for word in words:
         if word in ("|", "||", "&&", ";", ">", ">>", "2>&1") or word.startswith((">", "2>")):
             break
+        word = f"--{SHORT[word]}" if engine == "vllm" and word in SHORT else word
         if word.startswith("--") and len(word) > 2:
             name, _, value = word[2:].partition("=")
             name = ALIASES.get(name.replace("_", "-"), name.replace("_", "-"))
+            begun = [n for n in WHOLE if n.startswith(name)]
+            name = begun[0] if len(begun) == 1 and len(name) > 6 else name
             flags[name] = "…" if value and _is_secret(name) else value or True
             name = "" if value else name
         elif name:
@@ -132,19 +150,35 @@ def _flags(words: list[str], engine: str) -> dict[str, Any]:
     return flags
 
 
-def _vllm(raw: str) -> dict[str, Any]:
-    """vLLM's JSON in SGLang's vocabulary, so that the checks read one set of names."""
+def _length(said: object) -> object:
+    """vLLM's --max-model-len as a number: 1k is 1000, 1K 1024, 25.6k 25600; None where the engine chooses it itself."""
+    text, steps = str(said), {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    if text in ("auto", "-1"):
+        return None
+    if match := re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([kmgKMG])", text):
+        return int(float(match[1]) * steps[match[2]])
+    return said
+
+
+def _vllm(raw: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's JSON and dotted arguments in SGLang's vocabulary, so that the checks read one set of names."""
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError):
         raise KitError("--speculative-config is not valid JSON; quote it with single quotes.") from None
     if not isinstance(config, dict):
         raise KitError("--speculative-config must be a JSON object.")
+    config |= parts
     out: dict[str, Any] = {}
-    if method := str(config.get("method") or ("eagle3" if "eagle3" in str(config.get("model")).lower() else "")):
-        out["speculative-algorithm"] = method.upper()  # without a method vLLM goes by the path
+    method, path = str(config.get("method") or "draft_model"), str(config.get("model") or "").lower()
+    if method == "draft_model":  # also what an absent one becomes: vLLM then goes by the path
+        method = "eagle" if "eagle-" in path else "eagle3" if "eagle3" in path else method
+    out["speculative-algorithm"] = method.upper()
     if "model" in config:
         out["speculative-draft-model-path"] = config["model"]
     if "num_speculative_tokens" in config:
         out["speculative-num-steps"] = config["num_speculative_tokens"]
+    for name in ("draft_tensor_parallel_size", "tensor_parallel_size"):
+        if name in config:
+            out[f"speculative-{name.replace('_', '-')}"] = config[name]
     return out

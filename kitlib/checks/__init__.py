@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, CheckpointError
-from ..contract import Contract, TargetInfo
+from ..contract import Contract, TargetInfo, lookup
 from ..engines import Engine, served
 from ..findings import Evidence, Finding, KitError, Report, merge_engines
 from ..launch import Launch
@@ -81,6 +82,7 @@ def check(
     except CheckpointError as error:
         finding = Finding.of("K101", str(error), evidence=[Evidence("header", str(error))])
         return Report(subject, (finding,))
+    launch = _itself(launch, checkpoint, drafter)
     info = TargetInfo.of(target) if target else None
     contract = Contract.of(checkpoint, info)
     cases = [_case(checkpoint, contract, info, launch, name, release, deep) for name, release in releases]
@@ -101,6 +103,20 @@ def check(
     caveats = [case.served.caveat for case in cases if case.served.caveat] + note
     extra = {**fetched, **({"caveats": caveats} if caveats else {})}
     return Report(subject, tuple([h.finding for h in general] + merged), extra=extra)
+
+
+def _itself(launch: Launch, checkpoint: Checkpoint, drafter: str | Path) -> Launch:
+    """`vllm serve SPECULATOR`: the drafter is named as the model, and its config tells the rest."""
+    named = {str(drafter).rstrip("/"), str(checkpoint.path).rstrip("/")}
+    if launch.engine != "vllm" or launch.algorithm or launch.target.rstrip("/") not in named:
+        return launch
+    proposals = lookup(checkpoint.config, "speculators_config.proposal_methods")
+    if lookup(checkpoint.config, "speculators_config.algorithm") is None:
+        return launch
+    first = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
+    told = {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": str(drafter)}
+    told |= {"speculative-num-steps": first.get("speculative_tokens") or 3}
+    return replace(launch, flags={k: v for k, v in launch.flags.items() if k != "model-path"} | told)
 
 
 def _fetched(checkpoint: Checkpoint, target: TargetInfo | None) -> tuple[dict[str, Any], list[str]]:

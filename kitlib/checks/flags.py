@@ -99,7 +99,9 @@ def aux_layers(case: Case) -> Iterator[Finding]:
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning", fix=fix)
     elif tuple(served_at) != tuple(case.contract.boundaries) and source.endswith(AS_DEFAULT):
         ids = list(case.contract.ids)
-        title = f"the ids {ids} look like boundaries, and this release captures {list(served_at)}, one layer later"
+        apart = "later" if served_at[0] > case.contract.boundaries[0] else "earlier"
+        looks = f"the ids {ids} look like {'boundaries' if apart == 'later' else 'layer outputs'}"
+        title = f"{looks}, and this release captures {list(served_at)}, one layer {apart}"
         yield Finding.of("K132", title, engine=case.engine, evidence=evidence, severity="warning")
     elif tuple(served_at) != tuple(case.contract.boundaries):
         title = f"trained on boundaries {list(case.contract.boundaries)}, served with {list(served_at)}"

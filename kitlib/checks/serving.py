@@ -125,6 +125,9 @@ def _facts(case: Case) -> dict[str, str]:
             facts["wasted-steps"] = said
         if topk > 1 and tokens - 1 > topk + (steps - 1) * topk * topk:
             facts["tree-too-small"] = f"{said}, {topk + (steps - 1) * topk * topk} nodes"
+    draft, whole = number("speculative-draft-tensor-parallel-size"), number("tensor-parallel-size") or 1
+    if draft and draft not in (1, whole):
+        facts["draft-tensor-parallel"] = f"of the drafter {draft}, of the target {whole}"
     served, usual = case.served.wiring.boundaries, default_boundaries(case.target.layers) if case.target else ()
     if usual and not case.served.capture_off and served != usual:
         facts["non-default-ids"] = f"boundaries {list(served)}, default {list(usual)}"

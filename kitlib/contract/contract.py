@@ -12,7 +12,7 @@ from .dialects import PLACES, SPECULATORS_HOOK_AFTER, Dialect, dialect_of, looku
 from .target import TargetInfo
 from .wiring import Rope, Wiring, default_boundaries
 
-AS_DEFAULT = ", as they equal the common default"  # [2, N//2, N-3] under layer-output ids: most likely boundaries
+AS_DEFAULT = ", as they equal the common default"  # ids that spell it in the other convention: most likely that
 
 MOST, LAYERS = 1 << 40, 1024  # beyond these no size and no depth is believed
 
@@ -205,13 +205,12 @@ def _boundaries(
 ) -> tuple[int, ...] | None:
     """Ids in their convention to boundaries; the common default where a trainer stores none."""
     if ids is not None:
-        why = ""
-        if meaning == "layer-output" and target is not None and "id_meaning" not in sources:
-            if max(ids) == target.layers:
-                why = ", as no layer has the last number"
-            elif tuple(ids) == default_boundaries(target.layers):
-                why = AS_DEFAULT
-        shift = 1 if meaning == "layer-output" and not why else 0
+        why, shift = "", int(meaning == "layer-output")
+        if target is not None and "id_meaning" not in sources:
+            if shift and max(ids) == target.layers:
+                why, shift = ", as no layer has the last number", 0
+            elif tuple(i - shift + 1 for i in ids) == default_boundaries(target.layers):
+                why, shift = AS_DEFAULT, 1 - shift
         sources["boundaries"] = f"{sources['ids']}, read as {'layer-output' if shift else 'boundary'} ids{why}"
         return tuple(i + shift for i in ids)
     if dialect.name == "speculators" and version.startswith(SPECULATORS_HOOK_AFTER):

@@ -76,7 +76,8 @@ def served(
     own_embed = stated and contract.target_hidden != contract.hidden
     own_embed |= head["embedding"] == "own" and "embed_tokens.weight" in contract.has
     borrows = rule["head"] == "target" or (contract.draft_vocab == contract.vocab and _borrowed(head, contract))
-    borrows |= not contract.tie and _size(checkpoint, contract, rows) == "target"
+    tied = contract.tie and bool(head.get("tied"))  # the head is the embedding's module; other engines build their own
+    borrows |= not tied and _size(checkpoint, contract, rows) == "target"
     captured = layers.captured(layers.explicit(checkpoint.config, rows["capture"]), loaded, known, target)
     wiring = trained.but(
         boundaries=captured or trained.boundaries,
@@ -86,12 +87,12 @@ def served(
         feedback="post-norm" if output else "pre-norm",
         later_norm=rows["later_norm"]["norm"] if contract.layers > 1 else trained.later_norm,
         embed_source="own" if own_embed else "target",
-        head_source="target" if borrows else "embedding" if contract.tie else "own",
+        head_source="target" if borrows else "embedding" if tied else "own",
         d2t="offset" if rule["d2t"] and "d2t" in contract.has else "identity",
-        logit_cut=rule["cut"] or (contract.tie and not borrows),
+        logit_cut=rule["cut"] or (tied and not borrows),
         **flags,
     )
-    built = _built(checkpoint, contract, wiring.but(later_norm=rows["later_norm"]["norm"]), rows["loader"])
+    built = _built(checkpoint, contract, wiring.but(later_norm=rows["later_norm"]["norm"]), rows)
     fates, arrived = _fates(checkpoint, wiring, rows["loader"], built)
     missing = tuple(n for n, runs in built.items() if runs and n not in arrived)
     unasked = ("fc.bias",) if "fc.bias" in missing and rows["loader"]["fc_bias"] == "always" else ()
@@ -152,9 +153,9 @@ def _layers(config: Mapping[str, Any], contract: Contract) -> int:
     return min(said, 128) if type(said) is int and said > 0 else 1
 
 
-def _states(config: Mapping[str, Any], row: Mapping[str, Any]) -> int:
+def _states(config: Mapping[str, Any], places: list[str]) -> int:
     """How many target states fc is built for: a number or the length of a list, in the first place that has one."""
-    for place in row["states"]:
+    for place in places:
         said = lookup(config, place)
         if isinstance(said, list) and said:
             return len(said)
@@ -163,14 +164,20 @@ def _states(config: Mapping[str, Any], row: Mapping[str, Any]) -> int:
     return 3
 
 
-def _built(checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapping[str, Any]) -> dict[str, bool]:
+def _qk_norm(config: Mapping[str, Any], contract: Contract, row: Mapping[str, Any]) -> bool:
+    """Whether the class that this config leads to norms the heads of q and k (`row`: of the config table)."""
+    nested = isinstance(config.get(LAYER), Mapping)
+    return (config[LAYER].get("model_type") if nested else contract.architecture) in row.get("qk_norm", ())
+
+
+def _built(checkpoint: Checkpoint, contract: Contract, wiring: Wiring, rows: Mapping[str, Any]) -> dict[str, bool]:
     """Canonical names of the parameters that the release's class builds from this config, and whether each runs."""
-    config = _layer_fields(checkpoint.config)
+    config, row = _layer_fields(checkpoint.config), rows["loader"]
     depth = _layers(checkpoint.config, contract) if row["layers"] == "many" else 1
     sized = replace(contract, layers=depth, has=contract.has - {"fc.bias"})
     runs = parameter_shapes(sized, wiring)
     names = list(parameter_shapes(sized, wiring.but(fc=True, embed_source="own", head_source="own")))
-    if contract.tie:  # the head is the embedding's module, so it has no parameter of its own
+    if wiring.head_source == "embedding":  # the embedding's module, so it has no parameter of its own
         names.remove("lm_head.weight")
     built = {n: n in runs for n in names}
     built = {f"layers.{i}.input_layernorm.weight": False for i in range(1, depth)} | built  # later ones never run
@@ -178,6 +185,10 @@ def _built(checkpoint: Checkpoint, contract: Contract, wiring: Wiring, row: Mapp
         built["fc.bias"] = wiring.fc
     if config.get("bias") or config.get("attention_bias"):
         built |= {f"layers.{i}.self_attn.o_proj.bias": True for i in range(depth)}
+    if row.get("qkv_bias") and config.get("attention_bias"):
+        built |= {f"layers.{i}.self_attn.{n}_proj.bias": True for i in range(depth) for n in "qkv"}
+    if _qk_norm(checkpoint.config, contract, rows["config"]):
+        built |= {f"layers.{i}.self_attn.{n}_norm.weight": True for i in range(depth) for n in "qk"}
     return built
 
 
@@ -239,11 +250,14 @@ def _refusal(
 
 def _misfit(checkpoint: Checkpoint, contract: Contract, rows: Mapping[str, Any]) -> tuple[str, str]:
     """(canonical name, why) of a tensor that the release builds in another size, or ("", "")."""
-    if (states := _states(checkpoint.config, rows["fc"])) != contract.aux_states and "fc.weight" in contract.has:
+    norms = _qk_norm(checkpoint.config, contract, rows["config"])
+    places = rows["fc"].get("states_qk_norm" if norms else "states", rows["fc"]["states"])
+    if (states := _states(checkpoint.config, places)) != contract.aux_states and "fc.weight" in contract.has:
         why = f"fc.weight takes {contract.aux_states} states, and this release builds fc for {states}"
         return "fc.weight", why
     built = contract.vocab if _size(checkpoint, contract, rows) in ("target", "whole") else contract.draft_vocab
-    if "lm_head.weight" in contract.has and not contract.tie and built != contract.draft_vocab:
+    tied = contract.tie and rows["head"].get("tied")
+    if "lm_head.weight" in contract.has and not tied and built != contract.draft_vocab:
         why = f"lm_head.weight has {contract.draft_vocab} rows, and without a number in draft_vocab_size this release"
         return "lm_head.weight", f"{why} builds {built}"
     return "", ""
@@ -262,9 +276,11 @@ def _config_refusal(checkpoint: Checkpoint, contract: Contract, rows: Mapping[st
     if not nested and contract.architecture not in row["architectures"]:
         known = ", ".join(row["architectures"])
         return f"the architecture {contract.architecture or '(none)'} is not registered; the drafter class is {known}"
-    fields = _layer_fields(config)
-    if bad := next((n for n in row["numbers"] if n in fields and number(fields[n]) is None), None):
-        return f"{bad} is {str(fields[bad])[:40]!r} in config.json, where a number is needed"
+    fields = {**config, **_layer_fields(config)}
+    bad = [n for n in row["numbers"] if n in fields and number(fields[n]) is None]
+    bad += [n for n in row["sizes"] if fields.get(n) is not None and number(fields[n]) is None]
+    if bad:
+        return f"{bad[0]} is {str(fields[bad[0]])[:40]!r} in config.json, where a number is needed"
     if rows["loader"]["layers"] == "one" and (asked := _layers(config, contract)) != 1:
         return f"its config asks for {asked} layers, this release builds exactly one"
     if _size(checkpoint, contract, rows) == "error":
