@@ -126,6 +126,10 @@ def _convert(one: Parser) -> None:
 def _measure(one: Parser) -> None:
     add = one.add_argument
     _replayed(one)
+    text = "stored hidden states (of speculators, SpecForge or the kit) in place of prompts; --target may be left out"
+    add("--features", metavar="DUMP", help=text)
+    text = "layers after which the states of --features were taken, such as 2,15,27, where neither it nor DRAFTER says"
+    add("--boundaries", default="", metavar="B,B,B", help=text)
     add("--wiring", default="trained", metavar="W", help="trained, served, the name of a lab fault, or a wiring.json")
     add("--engine", default="", metavar="SPEC", help="the release whose wiring `served` means")
     add("--launch", metavar="COMMAND", help="the server's command line, for `served`")

@@ -104,8 +104,12 @@ def measure(args: argparse.Namespace) -> int:
     from . import diagnose
 
     wiring = _wiring(args)
-    session = _session(args)
+    if args.features and args.wiring == "served" and not args.target:
+        raise KitError("--wiring served needs the depth of the target; name its folder with --target.")
+    session = _session(args, args.features or "", args.boundaries)
     found = diagnose.measure(session, wiring(session))
+    if args.features:
+        found = session.told(found)
     if not args.json:
         got = found.extra["acceptance"]
         if got["rounds"]:
@@ -133,7 +137,7 @@ def search(args: argparse.Namespace) -> int:
     return _finish(Report(subject, tuple(searching.search_findings(found)), extra=extra), args.json)
 
 
-def _session(args: argparse.Namespace) -> Session:
+def _session(args: argparse.Namespace, features: str = "", boundaries: str = "") -> Session:
     """The session that the arguments of `measure` and `search` describe; bad ones are refused first."""
     from . import lab
     from .workbench import Workbench
@@ -142,12 +146,12 @@ def _session(args: argparse.Namespace) -> Session:
         raise KitError("--steps and --max-new-tokens must be at least 1, --count at least 0.")
     if args.target and args.target.startswith(("/", ".", "~")) and not os.path.exists(args.target):
         raise KitError(f"There is nothing at {args.target}; give the target's folder.")
-    if bool(args.drafter) != bool(args.target):
+    if bool(args.drafter) != bool(args.target) and not features:
         raise KitError("Name both a drafter and its --target, or neither for the lab.")
     bench = Workbench(
-        args.drafter or str(lab.drafter_path()), args.target or str(lab.target_path()), device=args.device,
-        dtype=args.dtype, prompts=args.prompts or "", prompt_count=args.count, max_new_tokens=args.max_new_tokens,
-        draft_steps=args.steps,
+        args.drafter or str(lab.drafter_path()), args.target or ("" if features else str(lab.target_path())),
+        device=args.device, dtype=args.dtype, prompts=args.prompts or "", prompt_count=args.count,
+        max_new_tokens=args.max_new_tokens, draft_steps=args.steps, features=features, boundaries=boundaries,
     )  # fmt: skip
     return bench.session
 

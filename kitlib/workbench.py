@@ -22,12 +22,13 @@ from .engines import Engine, served
 from .findings import Evidence, Finding, Fix, KitError, Report
 from .lab.story import RELEASE, Stage, stages
 from .launch import parse
-from .paths import ROOT, cache
+from .paths import DATA, ROOT, cache
 from .rows import accept_row, log_rows, probe_rows, training_rows
-from .training import read_training
+from .training import Training, read_training
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
+    from .attribution import Attribution, TrainingSide
 
 
 @dataclass
@@ -44,12 +45,17 @@ class Workbench:
     prompt_count: int = 0
     max_new_tokens: int = 64
     draft_steps: int = 4
+    features: str = ""  # a dump of hidden states in place of a loaded target
+    boundaries: str = ""  # of its states, such as "2,15,27", where nobody else says
+    train_rows: str = ""
+    train_row_count: int = 8
+    observed: float = 0.0
     out: str = ""
     progress: Any = iter
     story: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        if bool(self.drafter) != bool(self.target):
+        if bool(self.drafter) != bool(self.target) and not self.features:
             raise KitError("Set both `drafter` and `target`, or neither for the built-in lab.")
         if self.draft_steps < 1 or self.max_new_tokens < 1:
             raise KitError("`draft_steps` and `max_new_tokens` must be at least 1.")
@@ -60,6 +66,8 @@ class Workbench:
 
     @cached_property
     def target_path(self) -> Path:
+        if self.drafter and not self.target:
+            raise KitError("This reads more of the target than a dump holds; set `target` to its folder.")
         return Path(self.target) if self.target else lab.target_path()
 
     @cached_property
@@ -80,10 +88,17 @@ class Workbench:
 
     @cached_property
     def session(self):
-        """Target loaded, its greedy texts recorded; see `diagnose.Session`."""
+        """Target loaded, its greedy texts recorded; see `diagnose.Session`. A dump's, where one was named."""
         from .diagnose import Session
         from .features import read_prompts
 
+        if self.features:
+            from .dumps import StoredSession
+
+            return StoredSession.open(
+                self.last.drafter, self.features, self.target, boundaries=self.boundaries, steps=self.draft_steps,
+                count=self.prompt_count, device=self.device, dtype=self.dtype, progress=self.progress,
+            )  # fmt: skip
         return Session.open(
             self.last.drafter,
             self.target_path,
@@ -152,9 +167,14 @@ class Workbench:
 
     @cached_property
     def expected(self) -> tuple[float, ...]:
-        """Conditional accuracies from training, where a `metrics.json` lies beside the drafter."""
+        """Conditional accuracies from training, where they are known."""
+        return self.training.conditional[: self.draft_steps] if self.training else ()
+
+    @cached_property
+    def training(self) -> Training | None:
+        """What the `metrics.json` beside the drafter tells."""
         file = Path(lab.drafter_path() if self.is_lab else self.last.drafter) / "metrics.json"
-        return read_training(file).conditional[: self.draft_steps] if file.is_file() else ()
+        return read_training(file) if file.is_file() else None
 
     @property
     def expected_length(self) -> float | None:
@@ -166,6 +186,32 @@ class Workbench:
     def training_rows(self) -> list[dict[str, Any]]:
         """Training's promise against the measurement; see `rows.training_rows`."""
         return training_rows(self.expected, self.expected_length, self.measured["as trained"])
+
+    @cached_property
+    def trained(self) -> TrainingSide:
+        """The training rows (of a file, or those the lab's trainer held out) and the promise; see `attribution`."""
+        from .attribution import TrainingSide
+        from .texts import as_row, read_rows
+
+        rows = read_rows(self.train_rows) if self.train_rows else []
+        if self.is_lab and not rows:
+            from .lab.train import validation_rows
+
+            rows = [as_row(r) for r in validation_rows(lab.drafter_path(), DATA / "lab-train.jsonl.gz")]
+        few = [r.cut(self.max_new_tokens) for r in rows[: self.train_row_count]]
+        return TrainingSide(self.session, rows, few, self.training, cache() / "greedy")
+
+    def attribution(self, stage: Stage) -> Attribution:
+        """The way from training's promise to this stage, step by step."""
+        known = {wiring: self.measured[name] for name, (wiring, _) in self.wirings().items()}
+        return self.trained.attribution(self.served(stage).wiring, known, self.observed or None)
+
+    def along(self) -> list[dict[str, Any]]:
+        """Acceptance of the last stage by prompt length and by position in the sequence."""
+        from .texts import along
+
+        acceptance, texts = self.measured[self.last.name], self.session.texts
+        return [*along(acceptance, texts, "prompt"), *along(acceptance, texts, "position")]
 
     def choices(self) -> list[str]:
         """Names that `chosen` measures on demand: as trained, and every fault of the lab."""
@@ -186,11 +232,14 @@ class Workbench:
         return {name: a.to_dict() for name, a in (self.measured | self.controls).items()}
 
     def judged(self) -> list[Finding]:
-        """The last stage against the controls and against training."""
+        """The last stage against the controls and against training, and along the text."""
         from .diagnose import judge
+        from .texts import position_findings
 
         _, load = self.session.load(self.served(self.last).wiring)
-        return judge(self.measured[self.last.name], self.controls, load, self.expected if self.expected_length else ())
+        acceptance, most = self.measured[self.last.name], self.session.contract.max_positions
+        found = judge(acceptance, self.controls, load) + self.attribution(self.last).findings()
+        return found + position_findings(acceptance, self.session.texts, most)
 
     def tensor_rows(self, stage: Stage, releases: Iterable[str]) -> list[dict[str, Any]]:
         """One row a tensor of the file, its fate in each release."""

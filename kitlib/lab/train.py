@@ -46,6 +46,21 @@ def learning_rate(share: float, top: float) -> float:
     return top * min(1.0, (share + 1e-3) / WARMUP) * (0.02 + 0.98 * (1 + math.cos(math.pi * share)) / 2)
 
 
+def held_out(rows: Sequence[dict], count: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
+    """Numbers of the rows for validation (greedy, drawn first from the seed's generator) and of those to train on."""
+    usable = [i for i, row in enumerate(rows) if len(row["ids"]) - row["prompt_tokens"] >= SHORTEST]
+    greedy = [i for i in usable if rows[i]["temp"] == 0]
+    held = [greedy[i] for i in torch.randperm(len(greedy), generator=generator)[:count].tolist()]
+    return held, sorted(set(usable) - set(held))
+
+
+def validation_rows(drafter: Path, data: Path) -> list[dict]:
+    """The rows that a drafter's training held out, told again from the seed in its metrics.json."""
+    told, rows = json.loads((drafter / "metrics.json").read_text()), read_rows(data)
+    generator = torch.Generator().manual_seed(told["settings"]["seed"])
+    return [rows[i] for i in held_out(rows, told["rows"]["validation"], generator)[0]]
+
+
 def train(
     target_dir: str | Path,
     data: Path,  # rows that `generate` made
@@ -67,10 +82,7 @@ def train(
     target = Target.load(target_dir, device="cpu", dtype="bfloat16")
     boundaries = default_boundaries(target.info.layers)
     rows = read_rows(data)
-    usable = [i for i, row in enumerate(rows) if len(row["ids"]) - row["prompt_tokens"] >= SHORTEST]
-    greedy = [i for i in usable if rows[i]["temp"] == 0]
-    held = [greedy[i] for i in torch.randperm(len(greedy), generator=generator)[:validation].tolist()]
-    chosen = sorted(set(usable) - set(held))
+    held, chosen = held_out(rows, validation, generator)
     if tokens < 1 or not held or not chosen:
         raise KitError(f"{data} holds {len(rows)} rows for {validation} of validation and {tokens} tokens; give more.")
     states = extract(target, rows, boundaries, cache or cache_folder() / "lab" / "states", say)
