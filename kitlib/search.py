@@ -74,7 +74,7 @@ def search(
     pairs: bool = True,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Explanation:
-    """Rank the single switches, then pairs; it stops where rounds are matched exactly.
+    """Rank the single switches, then pairs; it stops where accepted drafts are matched exactly, round by round.
 
     A look at a few prompts decides what is replayed on all of them; the others keep what the look gave, which is
     less certain and counts as such. Pairs are built on the best five, then on the other single switches. KitError
@@ -92,7 +92,7 @@ def search(
     few = count if count < 3 * FIRST else max(FIRST, count // 4)
     ranked = _halve(session, observed, singles, few, max(KEEP, len(singles) // 2), progress)
     for beam in (ranked[:BEAM], ranked[BEAM:]) if pairs else ():
-        if not _exact(ranked, observed):
+        if not _exact(ranked, observed) or not observed.accepted:  # nothing accepted: much gives that, and all is told
             known = [*singles.values(), *(r.wiring for r in ranked)]
             more = both({r.name: r.wiring for r in beam}, known, contract, depth)
             ranked = _sorted([*ranked, *_halve(session, observed, more, min(few, FIRST), KEEP, progress)])
@@ -258,5 +258,5 @@ def search_findings(found: Explanation) -> list[Finding]:
         return [Finding.of("M208", title, status="not-run", evidence=evidence)]
     if "as trained" in found.alike:
         return [Finding.of("M208", status="pass", evidence=evidence)]
-    names = " or ".join(found.alike[:4])
+    names = " or ".join(found.alike[:4]) + (f" or one of {len(found.alike) - 4} others" if len(found.alike) > 4 else "")
     return [Finding.of("M208", f"the engine accepts what {names} accepts, not the trained wiring", evidence=evidence)]

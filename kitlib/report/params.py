@@ -13,7 +13,7 @@ from typing import Any
 
 from ..findings import KitError
 
-PATHS = ("drafter", "target", "features", "prompts", "log", "train_metrics", "train_rows")  # what may be a file or folder
+PATHS = ("drafter", "target", "features", "prompts", "log", "train_metrics", "train_rows")  # may be a file or folder
 TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict, "None": type(None)}
 
 
