@@ -24,10 +24,11 @@ ALIASES = {  # other spellings of the same flag
 SHORT = {"-q": "quantization", "-pp": "pipeline-parallel-size", "-tp": "tensor-parallel-size"}  # vLLM's, with those
 SHORT |= {"-sc": "speculative-config", "-dp": "data-parallel-size", "-n": "nnodes", "-ep": "enable-expert-parallel"}
 WHOLE = (  # flags that the checks read: argparse takes any beginning of a name that fits one alone
-    "speculative-algorithm speculative-draft-model-path speculative-num-steps speculative-eagle-topk quantization"
-    " speculative-num-draft-tokens context-length attention-backend page-size disable-cuda-graph speculative-token-map"
-    " speculative-draft-model-quantization speculative-accept-threshold-single speculative-accept-threshold-acc"
-).split()
+    "speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps", "speculative-eagle-topk",
+    "speculative-num-draft-tokens", "context-length", "attention-backend", "page-size", "disable-cuda-graph",
+    "speculative-token-map", "speculative-draft-model-quantization", "speculative-accept-threshold-single",
+    "speculative-accept-threshold-acc", "quantization",
+)  # fmt: skip
 DOTTED = "speculative-config."  # vLLM: --speculative-config.method eagle3
 ENGINES = {
     "sglang.launch_server": "sglang",
