@@ -14,8 +14,9 @@ import kitlib
 PACKAGE = Path(kitlib.__file__).parent
 LAYERS = [  # left may be imported by right, never back; names of one entry do not import one another
     {"findings", "paths"}, {"checkpoint"}, {"contract"}, {"engines"}, {"launch", "logs", "training"},
-    {"checks", "probe"}, {"convert", "server"}, {"drafter"}, {"features"}, {"acceptance"}, {"observed", "switches", "trees", "texts"},
-    {"diagnose"}, {"divergence", "dumps"}, {"trainer_rules"}, {"comparison", "search", "attribution"}, {"lab"}, {"rows"}, {"workbench"}, {"serving", "matrix"},
+    {"checks", "probe"}, {"convert", "server"}, {"drafter"}, {"features"}, {"acceptance"},
+    {"observed", "switches", "trees", "texts"}, {"diagnose"}, {"divergence", "dumps"}, {"trainer_rules"},
+    {"comparison", "search", "attribution"}, {"lab"}, {"rows"}, {"workbench"}, {"serving", "matrix"},
     {"show"}, {"report"}, {"commands"}, {"__main__"},
 ]  # fmt: skip
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -172,19 +172,19 @@ def test_the_lab_trained_by_the_real_trainer(tmp_path, lab_target):
         "real-trainer",
         "A real trainer's numbers",
         "make verify ARGS='-k real_trainer'",
-        f"""**The largest difference of an accuracy is {max(gaps.values()):.1e}.** speculators 0.3.0's own `Trainer` ran for
-{job["epochs"]} epochs ({len(report["train"])} steps, {report["seconds"]:.0f} s, one thread) on the lab target's states at
-boundaries 2, 15, 27 and 30, and validated on {len(rows)} rows ({total} answer tokens), which it packed into
-{len(batches)} batches of {job["width"]} columns. `trainer` is what it reported; `ours` is `kitlib.trainer_rules` with the
-kit's `Drafter`, loaded from the files it saved. Packages: {", ".join(report["packages"])}.
+        f"""**The largest difference of an accuracy is {max(gaps.values()):.1e}.** speculators 0.3.0's own `Trainer` ran
+for {job["epochs"]} epochs ({len(report["train"])} steps, {report["seconds"]:.0f} s, one thread) on the lab target's
+states at boundaries 2, 15, 27 and 30, and validated on {len(rows)} rows ({total} answer tokens), which it packed into
+{len(batches)} batches of {job["width"]} columns. `trainer` is what it reported; `ours` is `kitlib.trainer_rules`
+with the kit's `Drafter`, loaded from the files it saved. Packages: {", ".join(report["packages"])}.
 Not as released: its device is the CPU, `torch.compile` is off, and while gradients are taken attention is dense under
 its own mask (PyTorch's flex attention has no backward pass on a CPU). It validates with its own attention.""",
         ["weights", "metric", "trainer", "ours", "difference"],
         table,
-        f"""Joint accuracy by draft step; the accept length is 1 + their sum. The trainer's teacher is the target's head on
-the last state *without* its final norm: on {agree / total:.1%} of the answer tokens it chooses what the target would within
-the draft vocabulary. Serving counts tokens outside that vocabulary as well, and only rounds that start where the one
-before ended. A drafter of a few minutes: the equality is what is shown here.
+        f"""Joint accuracy by draft step; the accept length is 1 + their sum. The trainer's teacher is the target's head
+on the last state *without* its final norm: on {agree / total:.1%} of the answer tokens it chooses what the target would
+within the draft vocabulary. Serving counts tokens outside that vocabulary as well, and only rounds that start where the
+one before ended. A drafter of a few minutes: the equality is what is shown here.
 
 """
         + "\n".join(second),
