@@ -27,7 +27,6 @@ _FRONT_DOOR = {
     "load_findings": "diagnose",
     "load_rows": "rows",
     "matrix_findings": "matrix",
-    "promise_rows": "attribution",
     "wiring_rows": "rows",
 }
 _MODULES = ("show", "lab")

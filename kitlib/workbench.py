@@ -48,8 +48,11 @@ class Workbench:
     features: str = ""  # a dump of hidden states in place of a loaded target
     boundaries: str = ""  # of its states, such as "2,15,27", where nobody else says
     train_rows: str = ""
-    train_row_count: int = 8
-    observed: float = 0.0
+    train_row_count: int = 8  # of them are replayed; all are read
+    train_metrics: str = ""  # a trainer's metrics or log; empty takes the metrics.json beside the drafter
+    claimed: float = 0.0  # an accept length quoted from training; 0 where none was
+    observed: float = 0.0  # a server's own; 0 where none is known
+    url: str = ""  # a running server, whose own rendering training rows are compared with
     out: str = ""
     progress: Any = iter
     story: list[dict[str, Any]] = field(default_factory=list, repr=False)
@@ -172,9 +175,9 @@ class Workbench:
 
     @cached_property
     def training(self) -> Training | None:
-        """What the `metrics.json` beside the drafter tells."""
+        """What the trainer's metrics tell."""
         file = Path(lab.drafter_path() if self.is_lab else self.last.drafter) / "metrics.json"
-        return read_training(file) if file.is_file() else None
+        return read_training(self.train_metrics or file) if self.train_metrics or file.is_file() else None
 
     @property
     def expected_length(self) -> float | None:
@@ -191,7 +194,8 @@ class Workbench:
     def trained(self) -> TrainingSide:
         """The training rows (of a file, or those the lab's trainer held out) and the promise; see `attribution`."""
         from .attribution import TrainingSide
-        from .texts import as_row, read_rows
+        from .server import Client
+        from .texts import as_row, read_rows, served_ids
 
         rows = read_rows(self.train_rows) if self.train_rows else []
         if self.is_lab and not rows:
@@ -199,12 +203,14 @@ class Workbench:
 
             rows = [as_row(r) for r in validation_rows(lab.drafter_path(), DATA / "lab-train.jsonl.gz")]
         few = [r.cut(self.max_new_tokens) for r in rows[: self.train_row_count]]
-        return TrainingSide(self.session, rows, few, self.training, cache() / "greedy")
+        ask = served_ids(Client(self.url).post) if self.url else None
+        return TrainingSide(self.session, rows, few, self.training, cache() / "greedy", ask)
 
     def attribution(self, stage: Stage) -> Attribution:
         """The way from training's promise to this stage, step by step."""
         known = {wiring: self.measured[name] for name, (wiring, _) in self.wirings().items()}
-        return self.trained.attribution(self.served(stage).wiring, known, self.observed or None)
+        numbers = {"claimed": self.claimed or None, "observed": self.observed or None}
+        return self.trained.attribution(self.served(stage).wiring, known, **numbers)
 
     def along(self) -> list[dict[str, Any]]:
         """Acceptance of the last stage by prompt length and by position in the sequence."""
@@ -232,14 +238,14 @@ class Workbench:
         return {name: a.to_dict() for name, a in (self.measured | self.controls).items()}
 
     def judged(self) -> list[Finding]:
-        """The last stage against the controls and against training, and along the text."""
+        """The last stage against the controls and against training, along the text, and the training rows' text."""
         from .diagnose import judge
         from .texts import position_findings
 
         _, load = self.session.load(self.served(self.last).wiring)
         acceptance, most = self.measured[self.last.name], self.session.contract.max_positions
         found = judge(acceptance, self.controls, load) + self.attribution(self.last).findings()
-        return found + position_findings(acceptance, self.session.texts, most)
+        return found + position_findings(acceptance, self.session.texts, most) + self.trained.findings()
 
     def tensor_rows(self, stage: Stage, releases: Iterable[str]) -> list[dict[str, Any]]:
         """One row a tensor of the file, its fate in each release."""
@@ -262,17 +268,8 @@ class Workbench:
     def contract_rows(self, stage: Stage) -> list[dict[str, Any]]:
         """What the trainer meant, each field with where it came from."""
         contract = Contract.of(Checkpoint.open(stage.drafter), self.info)
-        names = (
-            "hidden",
-            "target_hidden",
-            "aux_states",
-            "boundaries",
-            "vocab",
-            "draft_vocab",
-            "layers",
-            "heads",
-            "kv_heads",
-        )
+        names = ["hidden", "target_hidden", "aux_states", "boundaries", "vocab", "draft_vocab"]
+        names += ["layers", "heads", "kv_heads"]
         rows = [{"field": "dialect", "value": contract.dialect.name, "from": contract.dialect.source}]
         return rows + [{"field": n, "value": getattr(contract, n), "from": contract.sources.get(n, "")} for n in names]
 

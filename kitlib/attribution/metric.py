@@ -19,6 +19,11 @@ from .parts import Counts
 SAME = 0.01  # lengths that are one number
 
 
+def vocabulary(drafter: Drafter) -> torch.Tensor:  # [Vd]
+    """Target ids that the drafter can write."""
+    return drafter.to_target(torch.arange(drafter.contract.draft_vocab, device=drafter.d2t.device))
+
+
 @torch.inference_mode()
 def everywhere(
     drafter: Drafter,
@@ -37,7 +42,7 @@ def everywhere(
     if first < 0 or rows - first < 1:
         return [0] * steps, [0] * steps, [0] * steps
     scores = F.linear(states.final[first + 1 :].to(drafter.target_head), drafter.target_head)  # [answer, V]
-    kept = drafter.to_target(torch.arange(drafter.contract.draft_vocab, device=ids.device))
+    kept = vocabulary(drafter)
     wanted = torch.stack([scores.argmax(-1), kept[scores[:, kept].argmax(-1)]])  # [2, answer]
     valid = torch.tensor([bool(m) and int(i) not in stops for m, i in zip(mask, ids, strict=True)][first + 1 :])
     valid = valid.to(ids.device)

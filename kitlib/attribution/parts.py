@@ -45,14 +45,14 @@ class Counts:
 
     def interval(self, before: Counts | float = 0.0) -> tuple[float, float] | None:
         """95 % of the length, or of its change; paired where both are of the same texts."""
+        if len(self.right) < FEW:
+            return None
         gap = self.draws(0)
         if isinstance(before, Counts):
             paired = before.on == self.on and len(before.right) == len(self.right)
             gap = gap - before.draws(0 if paired else 1)
         else:
             gap = gap - before
-        if len(self.right) < FEW:
-            return None
         return tuple(float(x) for x in np.nanquantile(gap, [0.025, 0.975]))
 
 
@@ -71,80 +71,73 @@ class Step:
     def change(self) -> float:
         return 0.0 if self.before is None or self.after is None else self.after - self.before
 
+    @property
+    def kept(self) -> float | None:
+        """Share of the gain over 1.00 that is left: unlike the change, it does not shrink with what was lost before."""
+        return (
+            (self.after - 1) / (self.before - 1) if self.ran and self.before is not None and self.before > 1 else None
+        )
+
 
 @dataclass(frozen=True)
 class Attribution:
-    """The way from training's promise to what is served."""
+    """The way from training's promise to what is served; the last step is what a server accepts beyond the replay."""
 
     promised: float | None
     steps: tuple[Step, ...]
-    last: Counts
-    observed: float | None = None  # a server's own accept length
+    last: Counts  # of the last replay
     claimed: float | None = None
     reading: str = ""  # how `claimed` comes about
 
     @property
-    def whole(self) -> float:
-        """From the first accept length to the last one, the observed one where there is any."""
-        first = next(s.before for s in self.steps if s.before is not None)
-        return (self.last.length if self.observed is None else self.observed) - first
+    def first(self) -> float:
+        """The first accept length that is known."""
+        return next(s.before for s in self.steps if s.before is not None)
 
     @property
-    def residual(self) -> float | None:
-        """What a server accepts beyond the last step; None where no server's counts were given."""
-        return None if self.observed is None else self.observed - self.last.length
+    def served(self) -> float:
+        """A server's accept length where there is one, the last replay's otherwise."""
+        return self.steps[-1].after
 
     def rows(self) -> list[dict[str, Any]]:
-        """For a table: every step, the residual, and their sum."""
+        """For a table: every step, and their sum."""
         out = []
         for s in self.steps:
-            clear = s.interval is not None and not s.interval[0] <= 0 <= s.interval[1]
             row = {"step": s.name, "before": s.before, "after": s.after, "change": s.change if s.ran else None}
-            state = "" if s.ran and not clear else "differs" if s.ran else "not-run"
-            out.append({**row, "95 % of the change": s.interval, "how": s.how, "_status": state})
-        end = self.last.length
-        if self.observed is None:
-            out.append(
-                {"step": "residual", "before": end, "how": "no server's counts were given", "_status": "not-run"}
-            )
-        else:
-            how = "what the server accepted, against the last replay"
-            out.append({"step": "residual", "before": end, "after": self.observed, "change": self.residual, "how": how})
-        first = next(s.before for s in self.steps if s.before is not None)
-        return [*out, {"step": "sum", "before": first, "after": first + self.whole, "change": self.whole}]
+            row |= {"95 % of the change": s.interval, "gain kept": None if s.kept is None else f"{s.kept:.0%}"}
+            clear = s.interval is not None and not s.interval[0] <= 0 <= s.interval[1]
+            out.append({**row, "how": s.how, "_status": "differs" if clear else "" if s.ran else "not-run"})
+        sums = {"before": self.first, "after": self.served, "change": self.served - self.first}
+        return [*out, {"step": "sum", **sums}]
 
     def findings(self) -> list[Finding]:
-        """M203 with the drop divided, and M204 where a number follows another definition."""
-        found = []
-        if self.promised is None:
-            found.append(Finding.of("M203", "training's accuracies are not known for every step", status="not-run"))
-        else:
-            found.append(self._below())
-        if self.claimed is not None:
-            text = f"{self.claimed:.2f} was quoted, the metrics give {self.promised or float('nan'):.2f}"
-            evidence = [Evidence("training", text + f"; {self.reading}" * bool(self.reading))]
-            if self.reading:
-                found.append(Finding.of("M204", f"{self.claimed:.2f} is {self.reading}", evidence=evidence))
-            else:
-                found.append(Finding.of("M204", status="pass", evidence=evidence))
-        return found
+        """M203 with the drop divided, and M204 where a number was quoted."""
+        return [self._below(), *([] if self.claimed is None else [self._quoted()])]
 
     def _below(self) -> Finding:
-        end = self.last.length if self.observed is None else self.observed
+        if self.promised is None:
+            return Finding.of("M203", "training's accuracies are not known for every step", status="not-run")
+        if not self.last.asked.any():
+            return Finding.of("M203", "no verify round was measured", status="not-run")
         ran = [s for s in self.steps if s.ran and s.name != "quoted number"]
-        parts = [f"{s.name} {s.change:+.2f}" for s in ran] + (
-            [f"residual {self.residual:+.2f}"] if self.residual is not None else []
-        )
         left = [s.name for s in self.steps if not s.ran]
-        text = f"training promises {self.promised:.2f}, served {end:.2f}: {', '.join(parts)}"
+        text = f"training promises {self.promised:.2f}, served {self.served:.2f}: "
+        text += ", ".join(f"{s.name} {s.change:+.2f}" for s in ran)
         text += f"; not measured: {', '.join(left)}" * bool(left)
-        values = {"promised": self.promised, "served": end, "steps": {s.name: s.change for s in ran}, "not run": left}
-        evidence = [Evidence("training", text, values)]
-        high = end if self.observed is not None else (self.last.interval() or (0, end))[1]
-        if 1 + PROMISE * (self.promised - 1) <= high:
+        values = {"promised": self.promised, "served": self.served, "not run": left}
+        evidence = [Evidence("training", text, values | {"steps": {s.name: s.change for s in ran}})]
+        interval = None if self.steps[-1].ran else self.last.interval()
+        if 1 + PROMISE * (self.promised - 1) <= (interval[1] if interval else self.served):
             return Finding.of("M203", status="pass", evidence=evidence)
-        most = min(ran, key=lambda s: s.change)
-        title = (
-            f"accept length {end:.2f} where training promises {self.promised:.2f}; {most.change:+.2f} by {most.name}"
-        )
-        return Finding.of("M203", title, evidence=evidence)
+        most = min((s for s in ran if s.kept is not None), key=lambda s: s.kept)
+        title = f"accept length {self.served:.2f} where training promises {self.promised:.2f}; "
+        return Finding.of("M203", title + f"{most.name} keeps {most.kept:.0%} of the gain", evidence=evidence)
+
+    def _quoted(self) -> Finding:
+        if self.promised is None:
+            return Finding.of("M204", f"what {self.claimed:.2f} should be is not known", status="not-run")
+        text = f"{self.claimed:.2f} was quoted, the metrics give {self.promised:.2f}"
+        evidence = [Evidence("training", text)]
+        if self.reading:
+            return Finding.of("M204", f"{self.claimed:.2f} is {self.reading}", evidence=evidence)
+        return Finding.of("M204", status="pass", evidence=evidence)

@@ -64,7 +64,7 @@ def read_rows(path: str | Path, count: int = 0) -> list[Row]:
         if data[:2] == b"\x1f\x8b":
             with gzip.open(path) as file:
                 data = file.read(MOST)
-        for line in data.decode().splitlines():
+        for line in data.decode().split("\n"):
             number += 1
             if line.strip():
                 rows.append(as_row(json.loads(line)))
@@ -176,7 +176,8 @@ class Rendering:
             return "same text, other tokens"
         text, content = self.decode(served), turns[-1]["content"] if turns else ""
         begin = len(self.encode(text[: text.rfind(content)])) if content in text else 0
-        if turns and at < begin and len(served) - tail <= begin:
+        opened = self.decode(trained).rpartition(content)[0].endswith(self.opening) if content else False
+        if opened and at < begin and len(served) - tail <= begin:
             return "system prompt " + ("differs" if mine and theirs else "only in training" if mine else "only served")
         if turns and at >= len(served) - len(self.encode(self.generation)):
             return "generation prompt"
