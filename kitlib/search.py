@@ -74,7 +74,7 @@ def search(
     pairs: bool = True,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Explanation:
-    """Rank the single switches, then pairs; it stops where accepted drafts are matched exactly, round by round.
+    """Rank the single switches, then pairs; it stops where one alone matches the rounds of every prompt.
 
     A look at a few prompts decides what is replayed on all of them; the others keep what the look gave, which is
     less certain and counts as such. Pairs are built on the best five, then on the other single switches. KitError
@@ -91,8 +91,8 @@ def search(
     singles = candidates(session.trained, contract, depth)
     few = count if count < 3 * FIRST else max(FIRST, count // 4)
     ranked = _halve(session, observed, singles, few, max(KEEP, len(singles) // 2), progress)
-    for beam in (ranked[:BEAM], ranked[BEAM:]) if pairs else ():
-        if not _exact(ranked, observed) or not observed.accepted:  # nothing accepted: much gives that, and all is told
+    for beam, enough in ((ranked[:BEAM], _alone), (ranked[BEAM:], _exact)) if pairs else ():
+        if not enough(ranked, observed):
             known = [*singles.values(), *(r.wiring for r in ranked)]
             more = both({r.name: r.wiring for r in beam}, known, contract, depth)
             ranked = _sorted([*ranked, *_halve(session, observed, more, min(few, FIRST), KEEP, progress)])
@@ -139,6 +139,11 @@ def _sorted(found: Iterable[Ranked]) -> tuple[Ranked, ...]:
 
 def _exact(ranked: Sequence[Ranked], observed: Observed) -> bool:
     return bool(observed.rounds) and ranked[0].equal == len(observed.rounds)
+
+
+def _alone(ranked: Sequence[Ranked], observed: Observed) -> bool:
+    """Exact, while every other switch fails on half of the prompts; else rounds tell little, and pairs may fit."""
+    return _exact(ranked, observed) and 2 * (ranked[1].equal or 0) <= len(observed.rounds)
 
 
 def _likelihood(acceptance: Acceptance, observed: Observed) -> float:
