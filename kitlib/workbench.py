@@ -48,7 +48,7 @@ class Workbench:
     features: str = ""  # a dump of hidden states in place of a loaded target
     boundaries: str = ""  # of its states, such as "2,15,27", where nobody else says
     train_rows: str = ""
-    train_row_count: int = 8  # of them are replayed; all are read
+    train_row_count: int = 6  # of them are replayed; all are read
     train_metrics: str = ""  # a trainer's metrics or log; empty takes the metrics.json beside the drafter
     claimed: float = 0.0  # an accept length quoted from training; 0 where none was
     observed: float = 0.0  # a server's own; 0 where none is known
@@ -56,6 +56,7 @@ class Workbench:
     out: str = ""
     progress: Any = iter
     story: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    _attributed: dict[str, Attribution] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.drafter) != bool(self.target) and not self.features:
@@ -207,10 +208,12 @@ class Workbench:
         return TrainingSide(self.session, rows, few, self.training, cache() / "greedy", ask)
 
     def attribution(self, stage: Stage) -> Attribution:
-        """The way from training's promise to this stage, step by step."""
-        known = {wiring: self.measured[name] for name, (wiring, _) in self.wirings().items()}
-        numbers = {"claimed": self.claimed or None, "observed": self.observed or None}
-        return self.trained.attribution(self.served(stage).wiring, known, **numbers)
+        """The way from training's promise to this stage, step by step; measured once."""
+        if stage.name not in self._attributed:
+            known = {wiring: self.measured[name] for name, (wiring, _) in self.wirings().items()}
+            numbers = {"claimed": self.claimed or None, "observed": self.observed or None}
+            self._attributed[stage.name] = self.trained.attribution(self.served(stage).wiring, known, **numbers)
+        return self._attributed[stage.name]
 
     def along(self) -> list[dict[str, Any]]:
         """Acceptance of the last stage by prompt length and by position in the sequence."""

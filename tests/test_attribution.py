@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from kitlib.acceptance import Acceptance
-from kitlib.attribution import Counts, TrainingSide, attribute, everywhere, misread, on_rows, promise_rows
+from kitlib.attribution import (
+    Attribution,
+    Counts,
+    Step,
+    TrainingSide,
+    attribute,
+    everywhere,
+    misread,
+    on_rows,
+    promise_rows,
+)
 from kitlib.features import Text
 from kitlib.findings import KitError
 from kitlib.lab.faults import FAULTS
@@ -192,6 +202,22 @@ def test_what_is_not_known_is_not_run(tiny_session):
     assert all(counts is None for _, counts, _ in on_rows(tiny_session, short, TOLD))
     silent = attribute(replace(tiny_session, texts=[]), training=TOLD, measure=lambda _: Acceptance(((),), 4))
     assert [(f.code, f.status) for f in silent.findings()] == [("M203", "not-run")]
+
+
+def test_numerics_of_nothing_is_not_run(few, few_stages):
+    served = few.trained.but(capture="zeros", dropped=tuple(few.load()[0].shapes))
+    found = attribute(few, served, training=TOLD, stages=few_stages)
+    assert found.steps[-2].name == "numerics" and not found.steps[-2].ran and "nothing is left" in found.steps[-2].how
+
+
+def test_what_is_left_of_nothing_is_not_blamed():
+    """After the wiring took the gain, the half of the little that is left is chance."""
+    counts = Counts(torch.ones(3, 4).numpy(), torch.ones(3, 4).numpy() * 400)
+    lengths = {"prompts": (2.4, 1.8), "wiring": (1.8, 1.02), "numerics": (1.02, 1.001), "residual": (1.001, 1.0)}
+    steps = tuple(Step(name, *ends, None, "") for name, ends in lengths.items())
+    (below,) = Attribution(2.4, steps, counts).findings()
+    assert "; wiring keeps 3% of the gain" in below.title
+    assert [s.kept for s in steps] == pytest.approx([0.8 / 1.4, 0.02 / 0.8, 1, 1])
 
 
 @pytest.mark.parametrize(

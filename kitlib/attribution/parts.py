@@ -12,6 +12,7 @@ from ..diagnose import PROMISE
 from ..findings import Evidence, Finding
 
 DRAWS, FEW = 2000, 3  # resamples; texts below which no interval is given
+NOTHING = 0.02  # a gain of as little is chance
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ class Step:
     @property
     def kept(self) -> float | None:
         """Share of the gain over 1.00 that is left: unlike the change, it does not shrink with what was lost before."""
-        return (
-            (self.after - 1) / (self.before - 1) if self.ran and self.before is not None and self.before > 1 else None
-        )
+        return max(self.after - 1, NOTHING) / max(self.before - 1, NOTHING) if self.ran else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Attribution:
         interval = None if self.steps[-1].ran else self.last.interval()
         if 1 + PROMISE * (self.promised - 1) <= (interval[1] if interval else self.served):
             return Finding.of("M203", status="pass", evidence=evidence)
-        most = min((s for s in ran if s.kept is not None), key=lambda s: s.kept)
+        most = min(ran, key=lambda s: s.kept)
         title = f"accept length {self.served:.2f} where training promises {self.promised:.2f}; "
         return Finding.of("M203", title + f"{most.name} keeps {most.kept:.0%} of the gain", evidence=evidence)
 

@@ -15,7 +15,7 @@ from ..findings import KitError
 from ..texts import Row, outside
 from ..training import Training
 from .metric import by_metric, misread, vocabulary
-from .parts import Attribution, Counts, Step
+from .parts import NOTHING, Attribution, Counts, Step
 
 Stage = tuple[str, Counts | None, str]  # name, what was measured after it, how
 Swap = Callable[[Sequence[int]], tuple[int, ...]]  # a served prompt's ids -> the prompt as training rendered it
@@ -74,8 +74,10 @@ def on_prompts(
     return [("prompts", trained, how), ("template", trained if alike else None, why)]
 
 
-def on_numerics(session: Session, wiring: Wiring, dtype: str) -> Stage:
+def on_numerics(session: Session, wiring: Wiring, before: Counts, dtype: str) -> Stage:
     """The drafter and its states in the type that is served, on the same text."""
+    if before.length - 1 <= NOTHING:
+        return "numerics", None, "nothing is left that it could cost"
     if not session.texts:
         return "numerics", None, "states of a dump are replayed as they were stored"
     if session.target.dtype != "float32":
@@ -113,13 +115,14 @@ def attribute(
     reading = misread(claimed, training, steps) if known and claimed is not None else ""
     trained = Counts.of(measure(session.trained), PROMPTS)
     chain = [*(stages or on_rows(session, (), training)), *on_prompts(session, trained, swap, alike, cache)]
-    if served is None:
-        chain.append(("wiring", None, "the served wiring is not known"))
-    elif names := ", ".join(session.trained.diff(served)):
-        chain.append(("wiring", Counts.of(measure(served), PROMPTS), f"differ: {names}"))
+    differ, rounds = ", ".join(session.trained.diff(served)) if served else "", trained
+    if differ:
+        rounds = Counts.of(measure(served), PROMPTS)
+    if served:
+        chain.append(("wiring", rounds, f"differ: {differ}" if differ else "trained and served wiring are the same"))
     else:
-        chain.append(("wiring", trained, "trained and served wiring are the same"))
-    chain.append(on_numerics(session, served or session.trained, dtype))
+        chain.append(("wiring", None, "the served wiring is not known"))
+    chain.append(on_numerics(session, served or session.trained, rounds, dtype))
     found, at, was = [], promised, None
     if claimed is not None and known:
         found.append(Step("quoted number", claimed, promised, None, reading or "follows the metrics' own definition"))

@@ -74,7 +74,8 @@ def row_table(rows: Sequence[Row], kept: Sequence[int], tokenizer) -> list[dict[
     """What the rows train on, for a table."""
     missed, targets, which = outside(rows, kept)
     nothing, everything = _masks(rows)
-    often = ", ".join(f"{tokenizer.decode([i]) if tokenizer else i!r} {n}" for i, n in which.most_common(6))
+    names = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) if tokenizer else i for i in which}
+    often = ", ".join(f"{names[i]!r} {n}" for i, n in which.most_common(6))
     said = {
         "rows": len(rows),
         "tokens": sum(len(r.ids) for r in rows),
